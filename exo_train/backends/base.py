@@ -1,0 +1,110 @@
+"""The backend seam: what a stage can do, in either framework.
+
+Owns the `Stage` protocol and the values that cross it. Must not import a framework. Everything
+that crosses is a HostTensor or a NumPy array, already evaluated and copied out, so no network
+traffic can sit inside a framework's graph.
+
+Shapes: B sequences, T positions, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from exo_train.wire.tensor import DType, HostTensor
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchInput:
+    """What one stage needs for the forward of one microbatch.
+
+    `tokens_BT` int32 on the stage with the embedding; `hidden_BTD` on all others.
+    `targets_BT` int32 (already shifted: the token that position t must predict) and `mask_BT`
+    bool (True: supervised) on the stage with the head. Rows are padded on the right; causal
+    attention keeps pads from mattering. `row_keys` has one number per sequence, the same for any
+    split and microbatch size: with step, layer and target it decides the dropout mask.
+    """
+
+    index: int
+    tokens_BT: np.ndarray | None = None
+    hidden_BTD: HostTensor | None = None
+    targets_BT: np.ndarray | None = None
+    mask_BT: np.ndarray | None = None
+    row_keys: tuple[int, ...] = ()
+
+
+class Stage(Protocol):
+    """One rank's layers with adapter, gradients, optimizer state and stashed activations.
+
+    Not thread-safe: one thread drives it. Adapter arrays are float32 and named
+    `model.layers.<global index>.<module path>.lora_a` (in, rank) and `.lora_b` (rank, out).
+    """
+
+    def begin_step(self, *, step: int, loss_scale: float) -> None:
+        """Zero gradients and loss; `loss_scale` is 1 / supervised tokens of the whole step."""
+        ...
+
+    def forward(self, microbatch: MicrobatchInput) -> HostTensor | None:
+        """Run the layers and stash what backward needs; None on the stage with the head."""
+        ...
+
+    def backward(self, index: int, grad_BTD: HostTensor | None) -> HostTensor | None:
+        """Accumulate gradients of microbatch `index`; give the gradient for the stage before.
+
+        `grad_BTD` is None on the stage with the head; the result is None on the first stage.
+        """
+        ...
+
+    def evaluate(self, microbatch: MicrobatchInput) -> HostTensor | float:
+        """Forward without dropout or stash; the summed loss (not scaled) on the last stage."""
+        ...
+
+    def loss_sum(self) -> float:
+        """Summed cross-entropy (nats, not scaled) of this step's microbatches; 0.0 without head."""
+        ...
+
+    def grad_square_sum(self) -> float:
+        """Sum of squares of all accumulated gradients (of the scaled loss) on this stage."""
+        ...
+
+    def apply(self, *, learning_rate: float, grad_scale: float) -> None:
+        """Multiply gradients by `grad_scale` (clipping) and take one AdamW step."""
+        ...
+
+    def adapter(self) -> Arrays: ...
+
+    def gradients(self) -> Arrays: ...
+
+    def load_adapter(self, arrays: Mapping[str, np.ndarray]) -> None: ...
+
+    def optimizer_state(self) -> Arrays:
+        """Give first and second moments, `<adapter name>.exp_avg` and `.exp_avg_sq`, and `step`.
+
+        `step` is an int64 array of shape () with the number of updates taken.
+        """
+        ...
+
+    def load_optimizer_state(self, arrays: Mapping[str, np.ndarray]) -> None: ...
+
+    def peak_memory_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOptions:
+    """Run-wide settings every stage needs; identical on all ranks.
+
+    `adapter_init` "zero" is LoRA's usual start (B = 0); "random" fills B too, so that every
+    gradient is non-zero in a comparison.
+    """
+
+    seed: int
+    compute_dtype: DType
+    wire_dtype: DType
+    checkpoint_activations: bool = False
+    adapter_init: str = "zero"
