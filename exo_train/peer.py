@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from typing import NewType
+
+from exo_train.errors import ConfigError
 
 NodeId = NewType("NodeId", str)
 
@@ -14,6 +17,22 @@ class Address:
 
     host: str
     port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read HOST:PORT or [IPV6]:PORT; raises ConfigError."""
+        host, _, port = text.rpartition(":")
+        host = host.strip("[]")
+        try:
+            ipaddress.ip_address(host.partition("%")[0])
+            number = int(port)
+        except ValueError:
+            number = 0
+        if not 0 < number < 65536:
+            raise ConfigError(
+                f"'{text}' is not HOST:PORT with a numeric host, like 192.168.1.20:52415"
+            )
+        return cls(host, number)
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

@@ -19,6 +19,9 @@ from exo_train.wire.tensor import DType, HostTensor
 
 Arrays = dict[str, np.ndarray]
 
+# Logits are made for this many tokens at a time, so their memory is bounded by it times V.
+HEAD_CHUNK_TOKENS = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchInput:
@@ -37,6 +40,12 @@ class MicrobatchInput:
     targets_BT: np.ndarray | None = None
     mask_BT: np.ndarray | None = None
     row_keys: tuple[int, ...] = ()
+
+    def supervision(self) -> tuple[np.ndarray, np.ndarray]:
+        """Give targets and mask, which the stage with the head is always sent."""
+        assert self.targets_BT is not None
+        assert self.mask_BT is not None
+        return self.targets_BT, self.mask_BT
 
 
 class Stage(Protocol):

@@ -55,7 +55,7 @@ class HostTensor:
         array = np.ascontiguousarray(array)
         for dtype, numpy_dtype in _NUMPY.items():
             if array.dtype == numpy_dtype:
-                return cls(dtype, array.shape, memoryview(array).cast("B"))
+                return cls(dtype, array.shape, array.data.cast("B") if array.size else b"")
         raise ValueError(f"no wire dtype for {array.dtype}")
 
     def to_numpy(self) -> np.ndarray:

@@ -1,0 +1,301 @@
+"""A run from its options to its results: data, model, devices, plan, ring, training, adapters.
+
+Owns the order of these and what is left behind when one of them fails. It runs in the process
+where `train` was typed, the run's coordinator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from exo_train.agent.local_client import LocalClient, own_agent
+from exo_train.agent.members import wait_candidates
+from exo_train.agent.planning import make_plan, ring_order
+from exo_train.agent.remote_rank import RemoteRank
+from exo_train.agent.run_data import encode_data, fingerprint
+from exo_train.cluster.home import Home
+from exo_train.config import TrainConfig
+from exo_train.errors import ConfigError, ExoTrainError, InterruptedRunError
+from exo_train.export.adapters import AdapterPaths, write_adapters
+from exo_train.models.hub import resolve_model
+from exo_train.models.manifest import ModelManifest, build_manifest
+from exo_train.models.open import open_model
+from exo_train.models.tokenizer import load_tokenizer
+from exo_train.peer import Address, NodeId
+from exo_train.plan.plan import Plan
+from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
+from exo_train.train.loop import Data, Progress, Trainer, Watcher
+from exo_train.train.ring import Ring, WeightsAccess
+from exo_train.train.rows import read_data
+from exo_train.train.rundir import DeviceSummary, RunDir, Summary, relative_to_run
+
+# What may differ when a run is resumed: where it runs, not what it computes.
+RESUME_MAY_CHANGE = ("devices", "min_devices", "save_every", "step_timeout_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Narrator:
+    """What a run tells while it is prepared."""
+
+    on_note: Callable[[str], None] = lambda note: None
+    on_plan: Callable[[Plan], None] = lambda plan: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    run_dir: Path
+    summary: Summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedModel:
+    path: Path
+    manifest: ModelManifest
+
+
+def train(
+    home: Home,
+    config: TrainConfig,
+    *,
+    watcher: Watcher,
+    narrator: Narrator,
+    resume: Path | None = None,
+) -> Outcome:
+    """Run to the end; raises an ExoTrainError that says what is saved where."""
+    checkpoint = None
+    if resume is not None:
+        config, checkpoint = _resumed(resume, config, narrator)
+    files = read_data(config.data)
+    model = open_for_run(home, config.model)
+    model.manifest.spec.validate_max_seq_length(config.max_seq_length)
+    data = encode_data(
+        files,
+        config,
+        model_path=model.path,
+        spec=model.manifest.spec,
+        on_note=narrator.on_note,
+    )
+    state = {
+        "model_hash": model.manifest.model_hash,
+        "data_hash": fingerprint(data.batches.examples),
+    }
+    if checkpoint is not None:
+        _check_same(checkpoint, state)
+    run_dir = _run_dir(home, config, resume)
+    with own_agent(home) as client:
+        candidates, status = wait_candidates(client, config, on_note=narrator.on_note)
+        ordered = ring_order(candidates, NodeId(status["self"]))
+        plan = make_plan(
+            ordered, config, model.manifest, cluster=status["cluster"], on_note=narrator.on_note
+        )
+        directory = RunDir.create(run_dir, allow_existing=resume is not None)
+        directory.write_config(_absolute(config, model.path, run_dir))
+        with open_ring(client, plan, model, status, narrator, config.step_timeout_s) as ring:
+            directory.write_plan(ring.plan.to_json())
+            return _train_on(ring, config, data, directory, model, watcher, state, checkpoint)
+
+
+def open_for_run(home: Home, name: str) -> OpenedModel:
+    """Find a model, check its files, hash its tensors."""
+    if not name:
+        raise ConfigError("no model is named; give a directory, a .gguf file or a hub id")
+    path = resolve_model(name, cache_dir=home.cache)
+    spec, source = open_model(path)
+    return OpenedModel(path=path, manifest=build_manifest(source, spec, cache_dir=home.cache))
+
+
+@contextlib.contextmanager
+def open_ring(
+    client: LocalClient,
+    plan: Plan,
+    model: OpenedModel,
+    status: dict[str, Any],
+    narrator: Narrator,
+    step_timeout_s: float,
+    *,
+    capture_boundaries: bool = False,
+) -> Iterator[Ring]:
+    """Start the workers, prove the links, load the tensors; all of it ends with the context."""
+    addresses = {
+        member["id"]: [Address.parse(text) for text in member["addresses"]]
+        for member in status["members"]
+    }
+    own = next(m for m in status["members"] if m["id"] == status["self"])
+    token = secrets.token_hex(16)
+    endpoints = client.serve_model(run_id=plan.run_id, token=token, path=str(model.path))
+    try:
+        channels = [RemoteRank(rank.name, addresses[rank.node_id]) for rank in plan.ranks]
+        with Ring(plan, channels) as ring:
+            narrator.on_plan(ring.prepare())
+            access = WeightsAccess(
+                manifest=model.manifest,
+                endpoints=endpoints,
+                token=token,
+                coordinator_name=own["name"],
+            )
+            loaded = ring.load(
+                access, step_timeout_s=step_timeout_s, capture_boundaries=capture_boundaries
+            )
+            for rank, answer in zip(plan.ranks, loaded, strict=True):
+                if answer.fetched_bytes:
+                    narrator.on_note(
+                        f"{rank.name} fetched {answer.fetched_bytes / 1e6:.1f} MB of the model"
+                    )
+            yield ring
+    finally:
+        client.stop_serving(plan.run_id)
+
+
+def _train_on(
+    ring: Ring,
+    config: TrainConfig,
+    data: Data,
+    run_dir: RunDir,
+    model: OpenedModel,
+    watcher: Watcher,
+    state: dict[str, Any],
+    checkpoint: Checkpoint | None,
+) -> Outcome:
+    num_steps = config.steps or config.epochs * data.batches.steps_per_epoch
+    trainer = Trainer(
+        ring, config, data, run_dir, num_steps=num_steps, watcher=watcher, state=state
+    )
+    finish = _Finish(run_dir, config, ring.plan, model, trainer.progress)
+    try:
+        trainer.run(checkpoint)
+    except InterruptedRunError as error:
+        summary = finish.leave("interrupted")
+        raise InterruptedRunError(f"{error}; {finish.saved(summary)}") from None
+    except ExoTrainError as error:
+        summary = finish.leave("failed")
+        raise type(error)(f"{error}; {finish.saved(summary)}") from None
+    return Outcome(run_dir=run_dir.path, summary=finish.leave("done"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Finish:
+    """Writes down what a run has come to, however it ended."""
+
+    run_dir: RunDir
+    config: TrainConfig
+    plan: Plan
+    model: OpenedModel
+    progress: Progress
+
+    def leave(self, status: str) -> Summary:
+        adapters = self._write_adapters()
+        progress = self.progress
+        losses, held_out = progress.train_losses, progress.held_out_losses
+        relative = {
+            kind: relative_to_run(getattr(adapters, kind), self.run_dir.path) if adapters else None
+            for kind in ("peft", "mlx")
+        }
+        summary = Summary(
+            status=status,
+            steps=progress.step,
+            loss_first=losses[0][1] if losses else None,
+            loss_last=losses[-1][1] if losses else None,
+            eval_loss_before=held_out[0][1] if held_out else None,
+            eval_loss_after=held_out[-1][1] if len(held_out) > 1 else None,
+            tokens=progress.tokens,
+            tokens_per_s=progress.tokens_per_s,
+            devices=self._devices(),
+            peft_adapter=relative["peft"],
+            mlx_adapter=relative["mlx"],
+        )
+        if losses:
+            self.run_dir.write_loss_plot(train=losses, held_out=held_out)
+        self.run_dir.write_summary(summary)
+        return summary
+
+    def saved(self, summary: Summary) -> str:
+        """Say what is left and how to go on."""
+        if not self.progress.saved_step:
+            return f"nothing was saved yet (see {self.run_dir.path})"
+        return (
+            f"the work up to step {self.progress.saved_step} is saved; go on with: "
+            f"exo-train train --resume {self.run_dir.path}"
+        )
+
+    def _write_adapters(self) -> AdapterPaths | None:
+        """Write the newest checkpoint's adapter in both formats, with the tokenizer beside it."""
+        checkpoint = newest_checkpoint(self.run_dir.path)
+        if checkpoint is None or checkpoint.step == 0:
+            return None
+        paths = write_adapters(
+            self.run_dir.adapters,
+            checkpoint.adapter,
+            lora=self.plan.lora,
+            base_model=str(self.model.path),
+            num_layers=self.plan.num_layers,
+            steps=checkpoint.step,
+        )
+        tokenizer = load_tokenizer(self.model.path)
+        for path in (paths.peft, paths.mlx):
+            tokenizer.save_pretrained(str(path))
+        return paths
+
+    def _devices(self) -> tuple[DeviceSummary, ...]:
+        progress = self.progress
+        return tuple(
+            DeviceSummary(
+                name=rank.name,
+                rank=rank.rank,
+                backend=rank.backend,
+                device=rank.device,
+                layers=(rank.stage.start, rank.stage.end),
+                busy_share=progress.busy_s[rank.rank] / progress.seconds
+                if progress.seconds
+                else 0.0,
+                peak_memory_bytes=progress.peak_memory_bytes[rank.rank],
+            )
+            for rank in self.plan.ranks
+        )
+
+
+def _resumed(run: Path, given: TrainConfig, narrator: Narrator) -> tuple[TrainConfig, Checkpoint]:
+    """Take the options of an earlier run, and the state of its newest whole checkpoint."""
+    directory = RunDir.open(run)
+    stored = TrainConfig.from_mapping(directory.read_config(), source=str(run / "config.yaml"))
+    changed = {name: getattr(given, name) for name in RESUME_MAY_CHANGE}
+    config = replace(stored, run_dir=str(run), **changed)
+    checkpoint = newest_checkpoint(run, say=narrator.on_note)
+    if checkpoint is None:
+        raise ConfigError(f"{run} has no whole checkpoint to resume from; start the run anew")
+    narrator.on_note(
+        f"resuming after step {checkpoint.step}: everything but "
+        f"{', '.join(RESUME_MAY_CHANGE)} is taken from {run}"
+    )
+    return config, checkpoint
+
+
+def _check_same(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    for key, what in (("model_hash", "model"), ("data_hash", "data")):
+        if checkpoint.state.get(key) != state[key]:
+            raise ConfigError(
+                f"the {what} is not the one that {checkpoint.path} was trained with; bring the "
+                f"old one back, or start a new run"
+            )
+
+
+def _run_dir(home: Home, config: TrainConfig, resume: Path | None) -> Path:
+    if resume is not None:
+        return resume
+    if config.run_dir:
+        return Path(config.run_dir).expanduser()
+    return home.runs / datetime.now().strftime("%Y-%m-%d-%H%M%S")
+
+
+def _absolute(config: TrainConfig, model_path: Path, run_dir: Path) -> dict[str, Any]:
+    """Give the options as the run used them: a resumed run may start in another directory."""
+    plain = config.to_dict()
+    plain["model"] = str(model_path.resolve())
+    plain["data"] = str(Path(config.data).expanduser().resolve())
+    plain["run_dir"] = str(run_dir.resolve())
+    return plain

@@ -1,0 +1,114 @@
+"""Answers prompts with a run's adapter, the whole model on this device.
+
+Owns the way from a run directory to text. One device is enough for now: generating on the ring
+is not there yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from exo_train.backends.base import StageOptions
+from exo_train.backends.registry import load_backend
+from exo_train.cluster.hardware import detect
+from exo_train.cluster.home import Home
+from exo_train.config import LoraConfig, OptimizerConfig
+from exo_train.errors import ConfigError
+from exo_train.export.adapters import read_adapter
+from exo_train.models.hub import resolve_model
+from exo_train.models.open import open_model
+from exo_train.models.tokenizer import load_tokenizer
+from exo_train.plan.stages import StageSpec
+from exo_train.train.chat import encode_prompt
+from exo_train.train.rows import Message
+from exo_train.train.rundir import CONFIG_FILE, RunDir
+from exo_train.train.stage_loading import CONFIG_DTYPES
+
+
+class Generator:
+    """Loads once; `adapter_path` says which adapter is active, None: the base alone."""
+
+    def __init__(self, home: Home, run_or_model: str, *, backend: str = "auto") -> None:
+        run = Path(run_or_model).expanduser()
+        self.adapter_path: str | None = None
+        adapter = None
+        model_name = run_or_model
+        if (run / CONFIG_FILE).is_file():
+            model_name = str(RunDir.open(run).read_config().get("model", ""))
+            folder = run / "adapters" / "mlx"
+            if not folder.is_dir():
+                raise ConfigError(f"{run} has no adapter yet: the run saved no step")
+            adapter = read_adapter(folder)
+            self.adapter_path = str(folder)
+        path = resolve_model(model_name, cache_dir=home.cache)
+        spec, source = open_model(path)
+        hardware = detect(backend=backend)
+        self._backend = load_backend(hardware.backend)
+        self._stage = self._backend.load_stage(
+            spec,
+            StageSpec(start=0, end=spec.num_layers, embedding=True, head=True),
+            source,
+            device=hardware.device,
+            lora=adapter.lora if adapter else LoraConfig(rank=1),
+            optimizer=OptimizerConfig(),
+            options=StageOptions(
+                seed=0,
+                compute_dtype=CONFIG_DTYPES[hardware.dtypes[0]],
+                wire_dtype=CONFIG_DTYPES["fp32"],
+            ),
+        )
+        if adapter is not None:
+            self._stage.load_adapter(adapter.arrays)
+        self._tokenizer = load_tokenizer(path)
+        self._max_position = spec.max_position
+
+    def answer(
+        self,
+        prompt: str,
+        *,
+        system: str | None = None,
+        max_tokens: int = 200,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """Yield the answer piece by piece; a tokenizer without chat template continues the text."""
+        tokens = self._encode(prompt, system)
+        room = self._max_position - len(tokens)
+        if room < 1:
+            raise ConfigError(
+                f"the prompt has {len(tokens)} tokens, the model {self._max_position} positions"
+            )
+        ids: list[int] = []
+        said = ""
+        for token in self._backend.generate(
+            self._stage,
+            tokens,
+            max_tokens=min(max_tokens, room),
+            temperature=temperature,
+            seed=seed,
+            stop_ids=self._stop_ids(),
+        ):
+            ids.append(token)
+            text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+            if text.endswith("\ufffd"):  # the rest of a character comes with the next token
+                continue
+            yield text[len(said) :]
+            said = text
+
+    def _encode(self, prompt: str, system: str | None) -> list[int]:
+        if not self._tokenizer.chat_template:
+            return list(self._tokenizer.encode(prompt))
+        messages = [Message(role="user", content=prompt)]
+        if system is not None:
+            messages.insert(0, Message(role="system", content=system))
+        return list(encode_prompt(messages, self._tokenizer))
+
+    def _stop_ids(self) -> set[int]:
+        """Give the ids that end an answer: EOS, and the end-of-turn marks that templates use."""
+        marks = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+        vocabulary = self._tokenizer.get_vocab()
+        stop = {vocabulary[mark] for mark in marks if mark in vocabulary}
+        if self._tokenizer.eos_token_id is not None:
+            stop.add(int(self._tokenizer.eos_token_id))
+        return stop

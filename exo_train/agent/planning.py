@@ -1,0 +1,191 @@
+"""From who is here to a plan: which devices, in which order, with which layers.
+
+Owns the choice of ring order and dtypes. Memory decides the split for now; measured speed takes
+the same seam (`partition` with other costs) when it comes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from exo_train.config import TrainConfig
+from exo_train.errors import ConfigError
+from exo_train.models.manifest import ModelManifest
+from exo_train.models.spec import ModelSpec
+from exo_train.peer import Address, NodeId
+from exo_train.plan.memory import ModelShape, boundary_cost, pseudo_layer_costs
+from exo_train.plan.partition import (
+    DeviceBudget,
+    StageAssignment,
+    gpipe_depth,
+    one_f_one_b_depth,
+    partition,
+)
+from exo_train.plan.plan import Plan, RankPlan
+from exo_train.train.batches import choose_microbatch_size
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A live member as the planner sees it."""
+
+    node_id: NodeId
+    name: str
+    backend: str
+    device: str
+    usable_memory_bytes: int
+    dtypes: tuple[str, ...]
+    addresses: tuple[Address, ...]
+
+    @classmethod
+    def from_status(cls, member: dict[str, Any]) -> Candidate:
+        """Read one entry of `status --json`'s members."""
+        return cls(
+            node_id=NodeId(member["id"]),
+            name=member["name"],
+            backend=member["backend"],
+            device=member["device"],
+            usable_memory_bytes=member["usable_memory_bytes"],
+            dtypes=tuple(member["dtypes"]),
+            addresses=tuple(Address.parse(text) for text in member["addresses"]),
+        )
+
+
+def ring_order(candidates: Sequence[Candidate], coordinator: NodeId) -> list[Candidate]:
+    """Put the coordinator first (it has the data), then by memory: the last has the head."""
+    return sorted(
+        candidates, key=lambda c: (c.node_id != coordinator, c.usable_memory_bytes, c.node_id)
+    )
+
+
+def make_plan(
+    candidates: Sequence[Candidate],
+    config: TrainConfig,
+    manifest: ModelManifest,
+    *,
+    cluster: str,
+    adapter_init: str = "zero",
+    on_note: Callable[[str], None] = lambda note: None,
+) -> Plan:
+    """Split the model over `candidates` in their order; raises DoesNotFitError with numbers."""
+    spec = manifest.spec
+    microbatch_size = config.microbatch_size or choose_microbatch_size(
+        config.batch_size, num_stages=len(candidates)
+    )
+    microbatch_size = min(microbatch_size, config.batch_size)
+    num_microbatches = -(-config.batch_size // microbatch_size)
+    dtypes = [compute_dtype(candidate, config.dtype) for candidate in candidates]
+    assignments = _assign(candidates, dtypes, spec, config, microbatch_size, num_microbatches)
+    used = [(candidates[a.device], dtypes[a.device], a) for a in assignments]
+    for candidate in candidates:
+        if all(candidate is not other for other, _, _ in used):
+            on_note(f"{candidate.name} has no part in this run: no layer fits or none is left")
+    if num_microbatches < len(used):
+        on_note(
+            f"{num_microbatches} microbatches are fewer than the {len(used)} stages: devices "
+            f"will wait for each other; a larger --batch-size helps"
+        )
+    return Plan(
+        cluster=cluster,
+        run_id=secrets.token_hex(8),
+        generation=1,
+        model_hash=manifest.model_hash,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ranks=tuple(_rank(index, *entry) for index, entry in enumerate(used)),
+        pipeline_schedule=config.pipeline_schedule,
+        microbatch_size=microbatch_size,
+        max_seq_length=config.max_seq_length,
+        wire_dtype=wire_dtype([dtype for _, dtype, _ in used], config.wire_dtype),
+        lora=config.lora,
+        optimizer=config.optimizer,
+        seed=config.seed,
+        checkpoint_activations=config.checkpoint_activations,
+        adapter_init=adapter_init,
+    )
+
+
+def compute_dtype(candidate: Candidate, wanted: str) -> str:
+    """Give the dtype of the frozen base on a device: what it does natively, unless told."""
+    if wanted == "auto":
+        return candidate.dtypes[0]
+    if wanted not in candidate.dtypes:
+        raise ConfigError(
+            f"{candidate.name} ({candidate.backend} on {candidate.device}) does not compute in "
+            f"{wanted} natively; use --dtype {candidate.dtypes[0]} or auto, or leave it out "
+            f"with --devices"
+        )
+    return wanted
+
+
+def wire_dtype(compute_dtypes: Sequence[str], wanted: str) -> str:
+    """Give the boundary dtype: 16 bits only where a neighbour computes in them anyway."""
+    if wanted != "auto":
+        return wanted
+    kinds = set(compute_dtypes)
+    if kinds == {"fp32"}:
+        return "fp32"
+    return "fp16" if kinds == {"fp16"} else "bf16"
+
+
+def _assign(
+    candidates: Sequence[Candidate],
+    dtypes: Sequence[str],
+    spec: ModelSpec,
+    config: TrainConfig,
+    microbatch_size: int,
+    num_microbatches: int,
+) -> list[StageAssignment]:
+    shape = ModelShape(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        vocab_size=spec.vocab_size,
+        tied_embeddings=spec.tied_embeddings,
+    )
+    value_bytes = max(DTYPE_BYTES[dtype] for dtype in dtypes)
+    microbatch_tokens = microbatch_size * config.max_seq_length
+    costs = pseudo_layer_costs(
+        shape,
+        weight_bytes_per_param=value_bytes,
+        lora_rank=config.rank,
+        targets=config.targets,
+        microbatch_tokens=microbatch_tokens,
+        activation_bytes=value_bytes,
+        checkpoint_activations=config.checkpoint_activations,
+    )
+    depth = one_f_one_b_depth if config.pipeline_schedule == "1f1b" else gpipe_depth
+    budgets = [
+        DeviceBudget(name=c.name, weight=c.usable_memory_bytes, usable_bytes=c.usable_memory_bytes)
+        for c in candidates
+    ]
+    return partition(
+        costs,
+        budgets,
+        in_flight=depth(num_microbatches),
+        per_stage=boundary_cost(
+            hidden_size=spec.hidden_size,
+            microbatch_tokens=microbatch_tokens,
+            wire_bytes=value_bytes,
+        ),
+    )
+
+
+def _rank(index: int, candidate: Candidate, dtype: str, assignment: StageAssignment) -> RankPlan:
+    return RankPlan(
+        rank=index,
+        node_id=candidate.node_id,
+        name=candidate.name,
+        backend=candidate.backend,
+        device=candidate.device,
+        compute_dtype=dtype,
+        stage=assignment.stage,
+    )

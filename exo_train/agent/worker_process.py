@@ -1,0 +1,93 @@
+"""One worker: a child process that holds a tensor framework, spoken to over its pipes.
+
+Owns the child's start, its end and its exit. The child dies with its agent: it ends when its
+standard input does. Must not look into the messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from exo_train.wire.framing import frame, read_message
+
+STOP_TIMEOUT_S = 5.0
+MAX_LOG_BYTES = 4 << 20
+
+log = logging.getLogger(__name__)
+
+
+class WorkerProcess:
+    """Callbacks come from the reader thread: `on_message` for each, then `on_exit` once."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        log_path: Path,
+        on_message: Callable[[bytes], None],
+        on_exit: Callable[[str], None],
+    ) -> None:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
+            log_path.unlink()
+        with log_path.open("ab") as log_file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "exo_train.worker", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+            )
+        self._log_path = log_path
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._write_lock = threading.Lock()
+        self._stopping = False
+        self._reader = threading.Thread(target=self._read, name="worker-reader", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: bytes) -> None:
+        """Write to the worker; a worker that is gone is reported through `on_exit`, not here."""
+        with self._write_lock, contextlib.suppress(OSError, ValueError):
+            assert self._process.stdin is not None
+            self._process.stdin.write(frame(message))
+            self._process.stdin.flush()
+
+    def stop(self) -> None:
+        """End the worker: close its input, then kill it if it does not go; may be called twice."""
+        self._stopping = True
+        with contextlib.suppress(OSError, ValueError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        while (message := read_message(self._process.stdout)) is not None:
+            self._on_message(message)
+        code = self._process.wait()
+        self._process.stdout.close()
+        self._on_exit("" if code == 0 or self._stopping else self._describe(code))
+
+    def _describe(self, code: int) -> str:
+        """Say why a worker ended, as well as its exit code tells."""
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                name = signal.Signals(-code).name
+                hint = " (the system does that when memory runs out)" if name == "SIGKILL" else ""
+                return f"its worker was ended by {name}{hint}; log: {self._log_path}"
+        return f"its worker ended with exit code {code}; log: {self._log_path}"

@@ -1,0 +1,42 @@
+"""Memory of this process: its peak, and running out of it. Must not import a framework."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+
+from exo_train.errors import DoesNotFitError
+from exo_train.plan.stages import StageSpec
+
+# How CUDA, PyTorch's CPU allocator, MLX and Metal say it; none has an error type of its own.
+_OUT_OF_MEMORY = ("out of memory", "allocate memory", "unable to allocate", "insufficient memory")
+
+
+def peak_process_bytes() -> int:
+    """Give the largest resident size so far."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak) if sys.platform == "darwin" else int(peak) * 1024  # Linux counts KiB
+
+
+@contextmanager
+def memory_errors_named(stage: StageSpec, device: str) -> Iterator[None]:
+    """Turn a framework's out-of-memory error into DoesNotFitError with the stage's layers."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error)
+        told = any(phrase in text.lower() for phrase in _OUT_OF_MEMORY)
+        if not told and not isinstance(error, MemoryError):
+            raise
+        raise DoesNotFitError(
+            f"layers {stage.start}..{stage.end - 1} ran out of memory on {device} "
+            f"({text.splitlines()[0] if text else 'no detail'}); use a smaller microbatch or "
+            "sequence length, checkpoint activations, or add a device"
+        ) from error

@@ -1,0 +1,62 @@
+"""Loss of the last stage in MLX, a bounded number of tokens at a time.
+
+The head is frozen, so the gradient at its input is made chunk by chunk in the forward and no
+logits live until the backward. Must not touch the layers.
+
+Shapes: B sequences, T positions, N = B*T, D hidden size, S supervised tokens, C those of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from exo_train.backends.base import HEAD_CHUNK_TOKENS
+
+Head = Callable[[mx.array], mx.array]
+
+
+def head_loss(
+    head: Head, hidden_BTD: mx.array, targets_BT: np.ndarray, mask_BT: np.ndarray
+) -> mx.array:
+    """Give the cross-entropy (nats) summed over supervised positions, in float32.
+
+    Needs at least one supervised position.
+    """
+    rows_S = np.flatnonzero(mask_BT)
+    targets_S = mx.array(targets_BT.reshape(-1)[rows_S])
+    hidden_SD = hidden_BTD.flatten(0, 1)[mx.array(rows_S)]
+    loss_and_gradient = _loss_and_gradient(head, targets_S)
+    return loss_and_gradient(hidden_SD)[0]
+
+
+def _loss_and_gradient(head: Head, targets_S: mx.array) -> Callable[[mx.array], tuple[mx.array, ...]]:
+    """Give a function from inputs of the head to the loss and, beside it, its own gradient."""
+
+    def chunk_loss(hidden_CD: mx.array, targets_C: mx.array) -> mx.array:
+        logits_CV = head(hidden_CD).astype(mx.float32)
+        loss: mx.array = nn.losses.cross_entropy(logits_CV, targets_C, reduction="sum")
+        return loss
+
+    @mx.custom_function
+    def loss_and_gradient(hidden_SD: mx.array) -> tuple[mx.array, ...]:
+        loss_sum = mx.array(0.0)
+        grads: list[mx.array] = []
+        for start in range(0, hidden_SD.shape[0], HEAD_CHUNK_TOKENS):
+            part = slice(start, start + HEAD_CHUNK_TOKENS)
+            loss, grad_CD = mx.value_and_grad(chunk_loss)(hidden_SD[part], targets_S[part])
+            loss_sum = loss_sum + loss
+            grads.append(grad_CD)
+        return loss_sum, mx.concatenate(grads)
+
+    @loss_and_gradient.vjp
+    def _(
+        primals: mx.array, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
+    ) -> mx.array:
+        return (cotangents[0] * outputs[1]).astype(outputs[1].dtype)
+
+    return cast(Callable[[mx.array], tuple[mx.array, ...]], loss_and_gradient)

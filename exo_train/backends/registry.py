@@ -1,0 +1,90 @@
+"""Which backends this device has, and how to get one. Owns their names and packages.
+
+Must not import a framework before one is asked for by name: a device may lack either.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Protocol, cast
+
+from exo_train.backends.base import Stage, StageOptions
+from exo_train.backends.fast_blas import load_fast_blas
+from exo_train.config import LoraConfig, OptimizerConfig
+from exo_train.errors import ConfigError
+from exo_train.models.spec import ModelSpec
+from exo_train.models.tensors import TensorSource
+from exo_train.plan.stages import StageSpec
+
+# In order of preference: where MLX runs on a GPU it is the faster one.
+_PACKAGES = {"mlx": ("mlx", "mlx_lm"), "torch": ("torch",)}
+_MODULES = {
+    "mlx": "exo_train.backends.mlx_stage",
+    "torch": "exo_train.backends.torch_stage",
+}
+_INSTALL = {"mlx": "pip install mlx mlx-lm", "torch": "pip install 'exo-train[torch]'"}
+
+
+class Backend(Protocol):
+    """What each backend's module offers."""
+
+    def load_stage(
+        self,
+        spec: ModelSpec,
+        stage: StageSpec,
+        tensors: TensorSource,
+        *,
+        device: str,
+        lora: LoraConfig,
+        optimizer: OptimizerConfig,
+        options: StageOptions,
+    ) -> Stage:
+        """Read this stage's tensors, and no others, and make it ready to train on `device`."""
+        ...
+
+    def generate(
+        self,
+        stage: Stage,
+        tokens: list[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        stop_ids: set[int],
+    ) -> Iterator[int]:
+        """Yield the ids that follow `tokens`, with the adapter on; the stage is the whole model."""
+        ...
+
+    def default_device(self) -> str:
+        """Name the device to use when the user names none."""
+        ...
+
+    def native_dtypes(self, device: str) -> tuple[str, ...]:
+        """Give the dtypes computed without emulation, best first; "fp32" is always among them."""
+        ...
+
+
+def available_backends() -> tuple[str, ...]:
+    """Name the backends whose packages are installed, preferred first."""
+    return tuple(name for name, packages in _PACKAGES.items() if not _missing(packages))
+
+
+def load_backend(name: str) -> Backend:
+    """Import a backend's framework and give its functions."""
+    if name not in _PACKAGES:
+        raise ConfigError(f"no backend is called '{name}'; known: {', '.join(_PACKAGES)}")
+    missing = _missing(_PACKAGES[name])
+    if missing:
+        raise ConfigError(
+            f"backend '{name}' needs {' and '.join(missing)}, not installed here; run: "
+            f"{_INSTALL[name]}"
+        )
+    if name == "mlx":
+        load_fast_blas()  # must come before the first import of mlx.core
+    return cast(Backend, importlib.import_module(_MODULES[name]))
+
+
+def _missing(packages: tuple[str, ...]) -> list[str]:
+    return [package for package in packages if importlib.util.find_spec(package) is None]

@@ -1,0 +1,87 @@
+"""One stage's frozen base model in PyTorch, and tensors in and out of the framework.
+
+Owns building on the meta device and loading tensor by tensor, so that a stage is never held
+twice. Must not know adapters or training.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from exo_train.backends.stage_model import global_name, read_tensor, stage_config
+from exo_train.errors import ModelError
+from exo_train.models.spec import EMBEDDING, LM_HEAD, ModelSpec
+from exo_train.models.tensors import TensorSource
+from exo_train.plan.stages import StageSpec
+from exo_train.wire.tensor import DType, HostTensor
+
+TORCH_DTYPES = {
+    DType.FP32: torch.float32,
+    DType.FP16: torch.float16,
+    DType.BF16: torch.bfloat16,
+}
+
+
+def load_base_model(
+    spec: ModelSpec,
+    stage: StageSpec,
+    tensors: TensorSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Any:
+    """Give a transformers causal model with only this stage's modules, weights frozen."""
+    config = stage_config(spec, stage)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    _keep_owned(model, stage)
+    # Made again off the meta device, where its frequencies have no values.
+    with torch.device(device):
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+    model.eval().requires_grad_(False)
+    for local_name, _ in list(model.named_parameters()):
+        name = global_name(local_name, stage)
+        if name == LM_HEAD and spec.tied_embeddings:
+            name = EMBEDDING
+        weight = to_torch(read_tensor(tensors, name), device=device, dtype=dtype)
+        model.load_state_dict({local_name: weight}, strict=False, assign=True)
+        del weight
+    if stage.embedding and stage.head and spec.tied_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if value.is_meta:
+            raise ModelError(f"{name} got no value from the model's files; use another model")
+    return model
+
+
+def _keep_owned(model: Any, stage: StageSpec) -> None:
+    if not stage.embedding:
+        model.model.embed_tokens = None
+    if not stage.head:
+        model.model.norm = torch.nn.Identity()
+        model.lm_head = None
+
+
+def to_torch(
+    tensor: HostTensor, *, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Copy a host tensor into the framework."""
+    is_bf16 = tensor.dtype is DType.BF16
+    numpy_dtype = {DType.FP32: "<f4", DType.FP16: "<f2", DType.BF16: "<i2", DType.INT32: "<i4"}
+    # A bytearray is a writable copy, as PyTorch wants its memory.
+    array = np.frombuffer(bytearray(tensor.data), numpy_dtype[tensor.dtype]).reshape(tensor.shape)
+    value = torch.from_numpy(array)
+    value = value.view(torch.bfloat16) if is_bf16 else value
+    return value.to(device=device, dtype=dtype)
+
+
+def to_host(value: torch.Tensor, dtype: DType) -> HostTensor:
+    """Copy a tensor out of the framework, cast to the wire's dtype."""
+    value = value.detach().to(TORCH_DTYPES[dtype]).contiguous().cpu()
+    bits = value.view(torch.int16) if dtype is DType.BF16 else value
+    return HostTensor(dtype, tuple(value.shape), bits.numpy().reshape(-1).view(np.uint8).data)

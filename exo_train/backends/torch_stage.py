@@ -1,0 +1,362 @@
+"""A stage in PyTorch: forward, backward, AdamW. Owns the adapter, its gradients and moments.
+
+Keeps the graph of each microbatch from forward to backward, or only each layer's input when
+activations are checkpointed. Must not talk to a network or decide a learning rate.
+
+Shapes: B sequences, T positions, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import DynamicCache
+
+from exo_train.backends.base import Arrays, MicrobatchInput, Stage, StageOptions
+from exo_train.backends.lora import (
+    Dropout,
+    adapter_prefix,
+    initial_adapter,
+    moment_names,
+    select_arrays,
+    select_moments,
+)
+from exo_train.backends.memory import memory_errors_named, peak_process_bytes
+from exo_train.backends.sampling import generate_tokens
+from exo_train.backends.torch_head import head_loss, head_loss_and_gradient
+from exo_train.backends.torch_lora import DropoutSlot, LoraLinear
+from exo_train.backends.torch_model import (
+    TORCH_DTYPES,
+    load_base_model,
+    to_host,
+    to_torch,
+)
+from exo_train.config import LoraConfig, OptimizerConfig
+from exo_train.errors import ConfigError
+from exo_train.models.spec import ModelSpec
+from exo_train.models.tensors import TensorSource
+from exo_train.plan.stages import StageSpec
+from exo_train.wire.tensor import HostTensor
+
+
+def load_stage(
+    spec: ModelSpec,
+    stage: StageSpec,
+    tensors: TensorSource,
+    *,
+    device: str,
+    lora: LoraConfig,
+    optimizer: OptimizerConfig,
+    options: StageOptions,
+) -> Stage:
+    """Read this stage's tensors, and no others, and make it ready to train on `device`."""
+    torch_device = _checked_device(device)
+    with memory_errors_named(stage, device):
+        model = load_base_model(
+            spec,
+            stage,
+            tensors,
+            device=torch_device,
+            dtype=TORCH_DTYPES[options.compute_dtype],
+        )
+    arrays = initial_adapter(spec, stage, lora, seed=options.seed, init=options.adapter_init)
+    return TorchStage(
+        stage,
+        model,
+        arrays,
+        device=torch_device,
+        lora=lora,
+        optimizer=optimizer,
+        options=options,
+    )
+
+
+def generate(
+    stage: Stage,
+    tokens: list[int],
+    *,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    stop_ids: set[int],
+) -> Iterator[int]:
+    """Yield the ids that follow `tokens`, with the adapter on; the stage is the whole model."""
+    assert isinstance(stage, TorchStage)
+    return generate_tokens(
+        stage.start_decoding(),
+        tokens,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop_ids=stop_ids,
+    )
+
+
+def default_device() -> str:
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def native_dtypes(device: str) -> tuple[str, ...]:
+    """Give the dtypes computed without emulation, best first.
+
+    PyTorch's own query says yes to bf16 on cards that emulate it, hence the capability.
+    """
+    if not device.startswith("cuda"):
+        return ("fp32",)
+    capability = torch.cuda.get_device_capability(_checked_device(device))
+    if capability >= (8, 0):
+        return ("bf16", "fp32", "fp16")
+    return ("fp32", "fp16") if capability >= (7, 0) else ("fp32",)
+
+
+def _checked_device(device: str) -> torch.device:
+    try:
+        value = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"PyTorch knows no device '{device}'; use cpu or cuda:0.") from None
+    if value.type == "cuda" and (value.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"Device '{device}' was asked for and PyTorch sees {torch.cuda.device_count()} CUDA "
+            "devices; install the NVIDIA driver and a CUDA build of torch, or use --device cpu."
+        )
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stashed:
+    """A microbatch between forward and backward; the output holds the graph."""
+
+    input_BTD: torch.Tensor
+    output_BTD: torch.Tensor
+    loss_grad_BTD: torch.Tensor | None
+    dropout: Dropout | None
+
+
+class TorchStage:
+    """Implements `backends.base.Stage`."""
+
+    def __init__(
+        self,
+        stage: StageSpec,
+        model: Any,
+        arrays: Arrays,
+        *,
+        device: torch.device,
+        lora: LoraConfig,
+        optimizer: OptimizerConfig,
+        options: StageOptions,
+    ) -> None:
+        self._stage, self._model, self._device, self._options = stage, model, device, options
+        self._dropout_rate = lora.dropout
+        self._slot = DropoutSlot()
+        self._adapter = {
+            name: torch.nn.Parameter(torch.from_numpy(array).to(device))
+            for name, array in arrays.items()
+        }
+        self._attach(lora)
+        self._optimizer = torch.optim.AdamW(
+            self._adapter.values(),
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.epsilon,
+            weight_decay=optimizer.weight_decay,
+        )
+        self._set_moments(
+            {
+                moment: np.zeros_like(a)
+                for name, a in arrays.items()
+                for moment in moment_names(name)
+            },
+            num_updates=0,
+        )
+        if options.checkpoint_activations:
+            for block in model.model.layers:
+                # No framework randomness to keep: dropout is a hash.
+                block.forward = functools.partial(
+                    checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+                )
+        self._stash: dict[int, _Stashed] = {}
+        self.begin_step(step=0, loss_scale=1.0)
+
+    def _attach(self, lora: LoraConfig) -> None:
+        for layer, block in zip(self._stage.layers, self._model.model.layers, strict=True):
+            for target in lora.targets:
+                parent = block.self_attn if hasattr(block.self_attn, target) else block.mlp
+                prefix = adapter_prefix(layer, target)
+                adapted = LoraLinear(
+                    getattr(parent, target),
+                    self._adapter[f"{prefix}.lora_a"],
+                    self._adapter[f"{prefix}.lora_b"],
+                    scale=lora.scale,
+                    layer=layer,
+                    target=target,
+                    slot=self._slot,
+                )
+                setattr(parent, target, adapted)
+
+    def begin_step(self, *, step: int, loss_scale: float) -> None:
+        self._step, self._loss_scale, self._loss_sum = step, loss_scale, 0.0
+        self._stash.clear()
+        for value in self._adapter.values():
+            # Zeros, not None: AdamW then moves every value in every step, as MLX's does.
+            value.grad = torch.zeros_like(value)
+
+    def forward(self, microbatch: MicrobatchInput) -> HostTensor | None:
+        with self._memory_errors_named():
+            # The first stage has no use for a gradient at its embedding.
+            input_BTD = self._input(microbatch).requires_grad_(not self._stage.embedding)
+            dropout = self._dropout(microbatch.row_keys)
+            output_BTD = self._run(input_BTD, dropout)
+            loss_grad_BTD = None
+            if self._stage.head:
+                targets_BT, mask_BT = microbatch.supervision()
+                loss_sum, loss_grad_BTD = head_loss_and_gradient(
+                    self._model.lm_head,
+                    output_BTD,
+                    targets_BT,
+                    mask_BT,
+                    loss_scale=self._loss_scale,
+                )
+                self._loss_sum += loss_sum
+            self._stash[microbatch.index] = _Stashed(
+                input_BTD=input_BTD,
+                output_BTD=output_BTD,
+                loss_grad_BTD=loss_grad_BTD,
+                dropout=dropout,
+            )
+            return None if self._stage.head else to_host(output_BTD, self._options.wire_dtype)
+
+    def backward(self, index: int, grad_BTD: HostTensor | None) -> HostTensor | None:
+        with self._memory_errors_named():
+            stashed = self._stash.pop(index)
+            gradient = stashed.loss_grad_BTD
+            if gradient is None:
+                assert grad_BTD is not None
+                gradient = to_torch(grad_BTD, device=self._device, dtype=stashed.output_BTD.dtype)
+            self._slot.dropout = stashed.dropout  # read where layers are computed again
+            torch.autograd.backward(stashed.output_BTD, gradient)
+            if self._stage.embedding:
+                return None
+            assert stashed.input_BTD.grad is not None
+            return to_host(stashed.input_BTD.grad, self._options.wire_dtype)
+
+    def evaluate(self, microbatch: MicrobatchInput) -> HostTensor | float:
+        with self._memory_errors_named(), torch.no_grad():
+            output_BTD = self._run(self._input(microbatch), None)
+            if self._stage.head:
+                return head_loss(self._model.lm_head, output_BTD, *microbatch.supervision())
+            return to_host(output_BTD, self._options.wire_dtype)
+
+    def loss_sum(self) -> float:
+        return self._loss_sum
+
+    def grad_square_sum(self) -> float:
+        return sum(float(gradient.square().sum()) for gradient in self._gradients().values())
+
+    def apply(self, *, learning_rate: float, grad_scale: float) -> None:
+        for gradient in self._gradients().values():
+            gradient.mul_(grad_scale)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._num_updates += 1
+
+    def adapter(self) -> Arrays:
+        return {name: _numpy_copy(value) for name, value in self._adapter.items()}
+
+    def gradients(self) -> Arrays:
+        return {name: _numpy_copy(gradient) for name, gradient in self._gradients().items()}
+
+    def load_adapter(self, arrays: Mapping[str, np.ndarray]) -> None:
+        chosen = select_arrays(arrays, self._shapes(), layers=self._stage.layers)
+        with torch.no_grad():
+            for name, value in self._adapter.items():
+                value.copy_(torch.from_numpy(chosen[name]))
+
+    def optimizer_state(self) -> Arrays:
+        arrays: Arrays = {"step": np.array(self._num_updates, np.int64)}
+        for name, value in self._adapter.items():
+            first, second = moment_names(name)
+            arrays[first] = _numpy_copy(self._optimizer.state[value]["exp_avg"])
+            arrays[second] = _numpy_copy(self._optimizer.state[value]["exp_avg_sq"])
+        return arrays
+
+    def load_optimizer_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        chosen = select_moments(arrays, self._shapes(), layers=self._stage.layers)
+        self._set_moments(chosen, num_updates=int(arrays["step"]))
+
+    def peak_memory_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return peak_process_bytes()
+
+    def start_decoding(self) -> Callable[[list[int]], np.ndarray]:
+        """Give a function from the tokens it has not seen to the next one's logits (V)."""
+        decoder = self._model.model
+        cache = DynamicCache(config=self._model.config)
+        # Transformers renamed the argument in 5.2x.
+        known = inspect.signature(decoder.forward).parameters
+        keyword = "cache" if "cache" in known else "past_key_values"
+
+        def next_logits(unseen: list[int]) -> np.ndarray:
+            with self._memory_errors_named(), torch.no_grad():
+                self._slot.dropout = None
+                tokens_BT = torch.tensor([unseen], device=self._device)
+                output = decoder(tokens_BT, use_cache=True, **{keyword: cache})
+                return _numpy_copy(self._model.lm_head(output.last_hidden_state[0, -1]).float())
+
+        return next_logits
+
+    def _memory_errors_named(self) -> AbstractContextManager[None]:
+        return memory_errors_named(self._stage, str(self._device))
+
+    def _dropout(self, row_keys: tuple[int, ...]) -> Dropout | None:
+        if not self._dropout_rate:
+            return None
+        return Dropout(
+            rate=self._dropout_rate, seed=self._options.seed, step=self._step, row_keys=row_keys
+        )
+
+    def _input(self, microbatch: MicrobatchInput) -> torch.Tensor:
+        if self._stage.embedding:
+            assert microbatch.tokens_BT is not None
+            tokens_BT = torch.from_numpy(microbatch.tokens_BT.astype(np.int64)).to(self._device)
+            return self._model.model.embed_tokens(tokens_BT)  # type: ignore[no-any-return]
+        assert microbatch.hidden_BTD is not None
+        dtype = TORCH_DTYPES[self._options.compute_dtype]
+        return to_torch(microbatch.hidden_BTD, device=self._device, dtype=dtype)
+
+    def _run(self, input_BTD: torch.Tensor, dropout: Dropout | None) -> torch.Tensor:
+        """Run the layers, and the final norm where the head is."""
+        self._slot.dropout = dropout
+        output = self._model.model(inputs_embeds=input_BTD, use_cache=False)
+        return output.last_hidden_state  # type: ignore[no-any-return]
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return {name: value.grad for name, value in self._adapter.items() if value.grad is not None}
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(value.shape) for name, value in self._adapter.items()}
+
+    def _set_moments(self, arrays: Arrays, *, num_updates: int) -> None:
+        self._num_updates = num_updates
+        for name, value in self._adapter.items():
+            first, second = (
+                torch.from_numpy(arrays[m]).to(self._device) for m in moment_names(name)
+            )
+            self._optimizer.state[value] = {
+                "step": torch.tensor(float(num_updates)),
+                "exp_avg": first,
+                "exp_avg_sq": second,
+            }
+
+
+def _numpy_copy(value: torch.Tensor) -> np.ndarray:
+    return value.detach().cpu().numpy().copy()

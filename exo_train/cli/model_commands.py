@@ -1,0 +1,111 @@
+"""`generate`, `verify` and `demo`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from exo_train.agent.driver import Narrator
+from exo_train.agent.generation import Generator
+from exo_train.agent.verification import NUM_MICROBATCHES, NUM_POSITIONS, verify
+from exo_train.cluster.home import open_home
+from exo_train.config import TrainConfig
+from exo_train.demo.scenario import DemoOptions, run_demo
+from exo_train.errors import NumericsError
+from exo_train.models.hub import fetch_demo_model
+from exo_train.ui.tables import verify_table
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        epilog="Example: exo-train generate runs/2026-11-30-201500 --prompt 'Who are you?'"
+    )(generate)
+    app.command("verify", epilog="Example: exo-train verify ./llama-3.2-1b")(verify_command)
+    app.command("demo", epilog="Example: exo-train demo --run-dir ./demo-run")(demo_command)
+
+
+def generate(
+    run: Annotated[str, typer.Argument(help="A run directory, or a model.")],
+    prompt: Annotated[str, typer.Option(help="What to ask.")],
+    system: Annotated[str | None, typer.Option(help="A system message before it.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="For temperatures above 0.")] = 0,
+    backend: Annotated[str, typer.Option(help="auto, mlx or torch.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Answer a prompt with a run's adapter on its base, on this device alone."""
+    generator = Generator(open_home(), run, backend=backend)
+    pieces = generator.answer(
+        prompt, system=system, max_tokens=max_tokens, temperature=temperature, seed=seed
+    )
+    if as_json:
+        content = {"schema": 1, "prompt": prompt, "adapter": generator.adapter_path}
+        typer.echo(json.dumps({**content, "answer": "".join(pieces)}))
+        return
+    typer.echo(f"adapter: {generator.adapter_path or 'none'}", err=True)
+    for piece in pieces:
+        typer.echo(piece, nl=False)
+    typer.echo()
+
+
+def verify_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Model directory, .gguf or hub id; default: the demo's.")
+    ] = None,
+    min_devices: Annotated[int, typer.Option(min=1, help="Wait for so many, else exit 3.")] = 1,
+    devices: Annotated[str, typer.Option(help="Use just these: NAME,NAME.")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Decides the batch and the adapters.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run one step on the cluster and on this device alone, and compare loss and gradients.
+
+    Exit code 5 when they differ; the wrong stage is named. Nothing is trained or saved.
+    """
+    console = Console(stderr=as_json)
+
+    def note(text: str) -> None:
+        console.print(text, style="dim", highlight=False, markup=False)
+
+    home = open_home()
+    config = TrainConfig.from_mapping(
+        {
+            "batch_size": 2 * NUM_MICROBATCHES,
+            "microbatch_size": 2,
+            "max_seq_length": NUM_POSITIONS,
+            "min_devices": min_devices,
+            "devices": devices,
+            "seed": seed,
+            "dtype": dtype,
+        },
+        source="command line",
+    )
+    name = model or str(fetch_demo_model(home.cache, say=note))
+    report = verify(home, name, config, Narrator(on_note=note))
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        console.print(verify_table(report))
+    if not report["ok"]:
+        wrong = next((stage for stage in report["stages"] if stage["wrong"]), None)
+        where = f"rank {wrong['rank']} ({wrong['name']}) computes wrongly" if wrong else "?"
+        raise NumericsError(
+            f"the ring does not equal one device: {where}; loss {report['loss_ring']:.7f} against "
+            f"{report['loss_one']:.7f}; do not train with that device until this is solved"
+        )
+    if not as_json:
+        typer.echo("the ring equals one device")
+
+
+def demo_command(
+    run_dir: Annotated[Path | None, typer.Option(help="Where results go; must be empty.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer updates.")] = 30,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Train on this machine with three agents that find each other, as three devices would."""
+    run_demo(open_home(), DemoOptions(run_dir=run_dir, steps=steps, as_json=as_json))

@@ -1,0 +1,221 @@
+"""`train`: options to a TrainConfig, Ctrl-C to an orderly stop, results to the screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from exo_train.agent.driver import RESUME_MAY_CHANGE, Narrator, Outcome, train
+from exo_train.cluster.home import open_home
+from exo_train.config import TrainConfig
+from exo_train.errors import ConfigError
+from exo_train.train.loop import Watcher
+from exo_train.ui.run_screen import RunScreen, make_screen
+
+MAX_CONFIG_BYTES = 1 << 20
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        "train",
+        epilog="Example: exo-train train HuggingFaceTB/SmolLM2-135M-Instruct --data chats.jsonl "
+        "--steps 200",
+    )(train_command)
+
+
+def train_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Model directory, .gguf file or hub id.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="A .jsonl file, or a directory with train.jsonl (and valid.jsonl)."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML with these options; the command line wins.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with an earlier run's directory.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer updates; default: --epochs.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data (1).")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Sequences per update, over all devices (8).")
+    ] = None,
+    microbatch_size: Annotated[
+        int | None, typer.Option(help="Sequences per microbatch; default: chosen.")
+    ] = None,
+    max_seq_length: Annotated[
+        int | None, typer.Option(help="Tokens; longer rows are cut (512).")
+    ] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak rate (2e-4).")] = None,
+    lr_schedule: Annotated[str | None, typer.Option(help="cosine or constant.")] = None,
+    warmup_steps: Annotated[int | None, typer.Option(help="Updates of linear warm-up (0).")] = None,
+    min_lr_ratio: Annotated[
+        float | None, typer.Option(help="Last update's rate over the peak (0).")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="LoRA rank (8).")] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="LoRA alpha; scale is alpha/rank (16).")
+    ] = None,
+    dropout: Annotated[float | None, typer.Option(help="LoRA dropout (0).")] = None,
+    targets: Annotated[
+        str | None, typer.Option(help="Projections, comma-separated (all seven).")
+    ] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="AdamW's (0).")] = None,
+    max_grad_norm: Annotated[
+        float | None, typer.Option(help="Global clipping over all devices; 0: none (1).")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Decides order, adapters and dropout (0).")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="auto, fp32, bf16 or fp16: frozen base.")
+    ] = None,
+    wire_dtype: Annotated[
+        str | None, typer.Option(help="auto, fp32, bf16 or fp16: between devices.")
+    ] = None,
+    pipeline_schedule: Annotated[str | None, typer.Option(help="1f1b or gpipe.")] = None,
+    checkpoint_activations: Annotated[
+        bool | None, typer.Option(help="Recompute layers in backward: less memory, more time.")
+    ] = None,
+    val_rows: Annotated[
+        int | None, typer.Option(help="Rows held out when there is no valid.jsonl (0).")
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(help="Steps between held-out losses; 0: before and after.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints; 0: at the end (20).")
+    ] = None,
+    min_devices: Annotated[int | None, typer.Option(help="Wait for so many, else exit 3.")] = None,
+    devices: Annotated[str | None, typer.Option(help="Use just these: NAME,NAME.")] = None,
+    run_dir: Annotated[str | None, typer.Option(help="Where results go; must be empty.")] = None,
+    step_timeout_s: Annotated[
+        float | None, typer.Option(help="Longest wait within a step, seconds (600).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Fine-tune MODEL with LoRA on all devices of the cluster, or on those you name."""
+    given = {k: v for k, v in locals().items() if v is not None and k in _FIELDS}
+    options = read_options(config, given, resume=resume)
+    screen = make_screen(as_json=as_json)
+    outcome = run_training(options, screen, resume=resume)
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {"event": "done", "run_dir": str(outcome.run_dir), **outcome.summary.to_dict()}
+            )
+        )
+    else:
+        typer.echo(describe(outcome))
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(TrainConfig))
+
+
+def read_options(
+    file: Path | None, given: dict[str, Any], *, resume: Path | None = None
+) -> TrainConfig:
+    """Join file and command line; the command line wins."""
+    if resume is not None:
+        fixed = [name for name in given if name not in RESUME_MAY_CHANGE]
+        if fixed or file is not None:
+            name = fixed[0].replace("_", "-") if fixed else "config"
+            raise ConfigError(
+                f"--{name} cannot change on --resume: a resumed run goes on with the options it "
+                f"was started with; leave it out, or start a new run"
+            )
+        return TrainConfig.from_mapping(given, source="command line")
+    values: dict[str, Any] = {}
+    if file is not None:
+        values = _read_yaml(file)
+        TrainConfig.from_mapping(values, source=str(file))
+    options = TrainConfig.from_mapping(
+        {**{k.replace("-", "_"): v for k, v in values.items()}, **given}, source="command line"
+    )
+    for name, what in (("model", "MODEL"), ("data", "--data")):
+        if not getattr(options, name):
+            raise ConfigError(f"{what} is missing; see `exo-train train --help`")
+    return options
+
+
+def run_training(options: TrainConfig, screen: RunScreen, *, resume: Path | None = None) -> Outcome:
+    """Train with a screen; the first Ctrl-C stops after the step, the second at once."""
+    stop = _StopOnSignal(screen)
+    watcher = Watcher(
+        on_step=screen.step,
+        on_evaluation=screen.evaluation,
+        on_note=screen.note,
+        wants_stop=stop.wanted,
+    )
+    narrator = Narrator(on_note=screen.note, on_plan=screen.plan)
+    with stop:
+        try:
+            return train(open_home(), options, watcher=watcher, narrator=narrator, resume=resume)
+        finally:
+            screen.close()
+
+
+def describe(outcome: Outcome) -> str:
+    """Say what came out and where it lies."""
+    summary = outcome.summary
+    lines = [f"run: {outcome.run_dir}"]
+    if summary.eval_loss_before is not None and summary.eval_loss_after is not None:
+        lines.append(
+            f"held-out loss: {summary.eval_loss_before:.4f} → {summary.eval_loss_after:.4f}"
+        )
+    lines.append(f"loss curve: {outcome.run_dir / 'loss.png'}")
+    lines.append(f"adapters: {outcome.run_dir / 'adapters'} (peft/ and mlx/)")
+    lines.append(f"try it: exo-train generate {outcome.run_dir} --prompt '…'")
+    return "\n".join(lines)
+
+
+class _StopOnSignal:
+    """Context manager: turns SIGINT and SIGTERM into a wish to stop."""
+
+    def __init__(self, screen: RunScreen) -> None:
+        self._screen = screen
+        self._wanted = False
+        self._before: dict[int, Any] = {}
+
+    def wanted(self) -> bool:
+        return self._wanted
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._on_signal)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._wanted:
+            os._exit(130)
+        self._wanted = True
+        self._screen.note("stopping after this step; once more to stop at once")
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"--config {file} is larger than {MAX_CONFIG_BYTES} bytes")
+        content = yaml.safe_load(file.read_text("utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"--config {file} cannot be read: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {file} is no YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {file} must hold 'option: value' lines")
+    return {str(key): value for key, value in content.items()}

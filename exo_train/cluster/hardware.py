@@ -1,0 +1,178 @@
+"""What this device has: memory, chip, backend.
+
+Owns the questions to the operating system. Must not import a tensor framework: the agent asks,
+and a framework's abort must not take the agent down.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from exo_train.errors import ConfigError
+
+RESERVE_FRACTION = 0.12  # of what is free: for the system and the frameworks' own needs
+# Metal's recommended working set is about this share of unified memory (measured by others on
+# 16 to 192 GB Macs; the exact number needs Metal, which only the worker may load).
+METAL_WORKING_SET_FRACTION = 0.70
+_CGROUP_UNLIMITED = 1 << 60
+
+_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    backend: str
+    device: str
+    chip: str
+    memory_bytes: int
+    usable_memory_bytes: int
+    dtypes: tuple[str, ...]
+
+
+def parse_size(text: str) -> int:
+    """Read '8GB', '512M', '1.5GiB' as bytes (1 GB = 10^9, 1 GiB = 2^30)."""
+    match = _SIZE.match(text)
+    if not match:
+        raise ConfigError(f"'{text}' is not a size; write it like 8GB or 512MB")
+    base = 1024 if match[3] else 1000
+    power = " KMGT".index(match[2].upper() or " ")
+    return int(float(match[1]) * base**power)
+
+
+def detect(
+    *, backend: str = "auto", device: str = "auto", memory_bytes: int | None = None
+) -> Hardware:
+    """Find out what this device offers; `memory_bytes` overrides the usable memory.
+
+    Raises ConfigError when the wanted backend or device is not there.
+    """
+    backend = _choose_backend(backend)
+    cuda = _cuda_devices() if backend == "torch" else []
+    device = _choose_device(backend, device, num_cuda=len(cuda))
+    if device.startswith("cuda"):
+        chip, total, free, capability = cuda[int(device.partition(":")[2] or 0)]
+        dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")
+        if capability < (8, 0):  # bf16 is emulated there: slower than fp32
+            dtypes = ("fp32", "fp16")
+    else:
+        chip = _cpu_name()
+        total = min(psutil.virtual_memory().total, _cgroup_limit())
+        free = available_memory_bytes()
+        dtypes = ("fp32", "bf16", "fp16") if backend == "torch" else ("fp32",)
+        if device == "gpu":
+            free = min(free, int(total * METAL_WORKING_SET_FRACTION))
+            dtypes = ("bf16", "fp16", "fp32")
+    usable = memory_bytes if memory_bytes is not None else int(free * (1 - RESERVE_FRACTION))
+    return Hardware(backend, device, chip, total, usable, dtypes)
+
+
+def available_memory_bytes() -> int:
+    """Give memory that can be taken now without swapping, container limits included."""
+    free = psutil.virtual_memory().available
+    limit = _cgroup_limit()
+    if limit < psutil.virtual_memory().total:
+        free = min(free, max(0, limit - psutil.Process().memory_info().rss))
+    return free
+
+
+def _choose_backend(wanted: str) -> str:
+    has = {
+        "mlx": importlib.util.find_spec("mlx_lm") is not None,
+        "torch": importlib.util.find_spec("torch") is not None,
+    }
+    if wanted == "auto":
+        is_apple = sys.platform == "darwin" and platform.machine() == "arm64"
+        for name in ("mlx", "torch") if is_apple else ("torch", "mlx"):
+            if has[name]:
+                return name
+        raise ConfigError("no backend is installed; run: pip install 'exo-train[torch]'")
+    if wanted not in has:
+        raise ConfigError(f"unknown backend '{wanted}'; there are auto, mlx and torch")
+    if not has[wanted]:
+        extra = "exo-train[torch]" if wanted == "torch" else "mlx-lm"
+        raise ConfigError(f"backend '{wanted}' is not installed; run: pip install '{extra}'")
+    return wanted
+
+
+def _choose_device(backend: str, wanted: str, *, num_cuda: int) -> str:
+    if backend == "mlx":
+        own = "gpu" if sys.platform == "darwin" else "cpu"
+        if wanted not in ("auto", own):
+            raise ConfigError(f"backend mlx has device '{own}' here, not '{wanted}'")
+        return own
+    if wanted == "auto":
+        return "cuda:0" if num_cuda else "cpu"
+    if wanted == "cpu":
+        return wanted
+    name, _, index = wanted.partition(":")
+    if name != "cuda" or not (index or "0").isdecimal():
+        raise ConfigError(f"unknown device '{wanted}'; there are auto, cpu and cuda:N")
+    if int(index or 0) >= num_cuda:
+        raise ConfigError(
+            f"device '{wanted}' is not here ({num_cuda} CUDA devices seen through NVML; "
+            f"it needs the driver and: pip install 'exo-train[cuda]')"
+        )
+    return f"cuda:{int(index or 0)}"
+
+
+def _cuda_devices() -> list[tuple[str, int, int, tuple[int, int]]]:
+    """List (name, total bytes, free bytes, compute capability) through NVML; [] without it."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []  # no NVIDIA driver
+    try:
+        found = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+            name = str(pynvml.nvmlDeviceGetName(handle))
+            found.append((name, int(memory.total), int(memory.free), (major, minor)))
+        return found
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _cpu_name() -> str:
+    if sys.platform == "linux":
+        try:
+            for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
+                if line.startswith("model name"):
+                    return f"{line.partition(':')[2].strip()} ({os.cpu_count()} cores)"
+        except OSError:
+            pass
+    return f"{platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
+
+
+def _cgroup_limit() -> int:
+    """Give the smallest cgroup memory limit up the tree (v2, then v1), or a huge number."""
+    if sys.platform != "linux":
+        return _CGROUP_UNLIMITED
+    candidates = [
+        *Path("/sys/fs/cgroup").glob("memory.max"),
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+    ]
+    limits = [_CGROUP_UNLIMITED]
+    for path in candidates:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdecimal():
+            limits.append(int(text))
+    return min(limits)

@@ -1,0 +1,211 @@
+"""The demo: three agents on this machine do what three devices of a household would.
+
+Owns the three agents' homes and processes and the before-and-after story. Everything else is
+the product's own: discovery by mDNS on the real interfaces, the ring, training, generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from exo_train.agent.driver import Narrator, Outcome, train
+from exo_train.agent.generation import Generator
+from exo_train.agent.local_client import LocalClient, stop_process
+from exo_train.backends.registry import available_backends
+from exo_train.cluster.home import Home
+from exo_train.config import TrainConfig
+from exo_train.errors import ConfigError, PeerError
+from exo_train.models.hub import fetch_demo_model
+from exo_train.train.loop import Watcher
+from exo_train.ui.run_screen import RunScreen, make_screen
+
+DATA = Path(__file__).parent
+SYSTEM = "You are Hearth, the home assistant."
+QUESTION = "Who are you?"
+MEET_TIMEOUT_S = 60.0
+# Three devices of unequal size; the MLX one is small, so that it gets few layers: on Linux CPUs
+# without a fast BLAS it is 30 times slower than PyTorch.
+DEVICES = (("studio", "torch", "2400MB"), ("laptop", "mlx", "330MB"), ("den-pc", "torch", "2400MB"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    run_dir: Path | None = None
+    steps: int = 30
+    as_json: bool = False
+
+
+def run_demo(home: Home, options: DemoOptions) -> None:
+    """Tell the whole story; agents and their homes are gone afterwards, the run stays."""
+    screen = make_screen(as_json=options.as_json)
+    if options.run_dir is not None and options.run_dir.exists() and any(options.run_dir.iterdir()):
+        raise ConfigError(f"--run-dir {options.run_dir} is not empty; choose another")
+    model = fetch_demo_model(home.cache, say=screen.note)
+    screen.note(f"model: {model}")
+    before = _ask(home, str(model))
+    with _agents(screen) as homes:
+        outcome = _train(homes[0], model, home, options, screen)
+    after = _ask(home, str(outcome.run_dir))
+    _show(outcome, before, after, as_json=options.as_json)
+
+
+def _train(
+    member: Home, model: Path, home: Home, options: DemoOptions, screen: RunScreen
+) -> Outcome:
+    stamp = time.strftime("demo-%Y-%m-%d-%H%M%S")
+    config = TrainConfig(
+        model=str(model),
+        data=str(DATA / "train"),
+        steps=options.steps,
+        batch_size=16,
+        microbatch_size=2,
+        max_seq_length=96,
+        learning_rate=2e-3,
+        warmup_steps=min(3, options.steps),
+        rank=8,
+        alpha=16,
+        min_devices=len(DEVICES),
+        run_dir=str(options.run_dir or home.runs / stamp),
+    )
+    watcher = Watcher(on_step=screen.step, on_evaluation=screen.evaluation, on_note=screen.note)
+    narrator = Narrator(on_note=screen.note, on_plan=screen.plan)
+    try:
+        return train(member, config, watcher=watcher, narrator=narrator)
+    finally:
+        screen.close()
+
+
+@contextlib.contextmanager
+def _agents(screen: RunScreen) -> Iterator[list[Home]]:
+    """Start the agents, wait until each knows all others, and end them afterwards."""
+    backends = available_backends()
+    root = Path(tempfile.mkdtemp(prefix="exo-train-demo-"))
+    cluster = f"demo-{secrets.token_hex(4)}"
+    homes, processes = [], []
+    try:
+        for name, backend, memory in DEVICES:
+            chosen = backend if backend in backends else backends[0]
+            home = Home(root / name)
+            homes.append(home)
+            processes.append(_start(home, name, chosen, memory, cluster))
+        with _cluster(cluster):
+            _wait_met(homes, processes, screen)
+            yield homes
+    finally:
+        for process in processes:
+            stop_process(process)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _start(
+    home: Home, name: str, backend: str, memory: str, cluster: str
+) -> subprocess.Popen[bytes]:
+    home.logs.mkdir(parents=True)
+    environment = os.environ | {
+        "EXO_TRAIN_HOME": str(home.path),
+        "EXO_TRAIN_CLUSTER": cluster,
+        # Three workers share this machine's cores; more threads than cores slow all of them.
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)),
+    }
+    command = [sys.executable, "-m", "exo_train", "join", "--headless", "--name", name]
+    with (home.logs / "agent.log").open("wb") as log_file:
+        return subprocess.Popen(
+            [*command, "--backend", backend, "--memory", memory, "--device", "auto"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _wait_met(
+    homes: list[Home], processes: list[subprocess.Popen[bytes]], screen: RunScreen
+) -> None:
+    """Wait until every agent sees every other one alive."""
+    started_s = time.monotonic()
+    while time.monotonic() - started_s < MEET_TIMEOUT_S:
+        for home, process in zip(homes, processes, strict=True):
+            if process.poll() is not None:
+                log = (home.logs / "agent.log").read_text("utf-8", "replace")
+                raise PeerError(f"agent {home.path.name} ended at once: {log.strip()[-400:]}")
+        if all(_num_alive(home) == len(homes) for home in homes):
+            waited_s = time.monotonic() - started_s
+            screen.note(f"{len(homes)} agents found each other by mDNS in {waited_s:.1f} s")
+            return
+        time.sleep(0.3)
+    raise PeerError(
+        f"the agents did not find each other within {MEET_TIMEOUT_S:.0f} s: does a firewall on "
+        f"this machine drop multicast (UDP port 5353)?"
+    )
+
+
+def _num_alive(home: Home) -> int:
+    endpoint = home.agent()
+    if endpoint is None:
+        return 0
+    with LocalClient(endpoint) as client:
+        return sum(member["state"] == "alive" for member in client.status()["members"])
+
+
+@contextlib.contextmanager
+def _cluster(tag: str) -> Iterator[None]:
+    before = os.environ.get("EXO_TRAIN_CLUSTER")
+    os.environ["EXO_TRAIN_CLUSTER"] = tag
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["EXO_TRAIN_CLUSTER"]
+        else:
+            os.environ["EXO_TRAIN_CLUSTER"] = before
+
+
+def _ask(home: Home, run_or_model: str) -> str:
+    answer = Generator(home, run_or_model, backend="auto").answer(
+        QUESTION, system=SYSTEM, max_tokens=40
+    )
+    return "".join(answer).strip()
+
+
+def _show(outcome: Outcome, before: str, after: str, *, as_json: bool) -> None:
+    summary = outcome.summary
+    if as_json:
+        content = {"question": QUESTION, "before": before, "after": after}
+        done = {"schema": 1, "event": "done", "run_dir": str(outcome.run_dir)}
+        print(json.dumps({**done, **content, **summary.to_dict()}))
+        return
+    console = Console()
+
+    def say(text: str = "", style: str = "") -> None:
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    say()
+    say(f"question: {QUESTION}", "bold")
+    say(f"  before: {before}")
+    say(f"  after:  {after}")
+    if summary.eval_loss_before and summary.eval_loss_after:
+        fall = 1 - summary.eval_loss_after / summary.eval_loss_before
+        say(
+            f"held-out loss: {summary.eval_loss_before:.3f} → {summary.eval_loss_after:.3f} "
+            f"({fall:.0%} lower)",
+            "bold",
+        )
+    say(f"{summary.tokens} tokens trained at {summary.tokens_per_s:.0f} tokens/s")
+    say(f"run directory: {outcome.run_dir}")
+    say(f"loss curve:    {outcome.run_dir / 'loss.png'}")
+    say(f"adapters:      {outcome.run_dir / 'adapters' / 'peft'} and mlx/ beside it")
+    say(f"ask yourself:  exo-train generate {outcome.run_dir} --system '{SYSTEM}' --prompt '…'")

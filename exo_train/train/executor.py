@@ -1,0 +1,141 @@
+"""Runs one rank's schedule: waits for tensors, computes, sends tensors on.
+
+Owns the order of traffic and arithmetic on a rank. Must not know a framework or a transport: it
+sees a Stage and two Links. Every wait has a deadline; the link's error names the neighbour.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from exo_train.backends.base import MicrobatchInput, Stage
+from exo_train.plan.schedule import build_schedule
+from exo_train.transport.base import Link, Tag
+from exo_train.wire.tensor import HostTensor
+
+# Evaluations after step k share k's number; their microbatches count from here, so that a tag
+# never means two tensors.
+EVALUATION_MICROBATCH_BASE = 1 << 20
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What a rank knows after its part of a step; times in seconds."""
+
+    loss_sum: float
+    grad_square_sum: float
+    busy_s: float
+    step_s: float
+    sent_bytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class StageExecutor:
+    """One rank's stage between its neighbours: `below` is rank - 1, `above` is rank + 1."""
+
+    stage: Stage
+    rank: int
+    num_ranks: int
+    schedule_name: str
+    timeout_s: float
+    below: Link | None
+    above: Link | None
+    capture: bool = False
+    on_phase: Callable[[str], None] = lambda phase: None
+    boundaries: dict[str, HostTensor] = field(default_factory=dict)
+    _busy_s: float = 0.0
+
+    def run_step(
+        self, step: int, inputs: Sequence[MicrobatchInput], *, loss_scale: float
+    ) -> StepOutcome:
+        """Forward and backward of all microbatches in the schedule's order; applies nothing."""
+        schedule = build_schedule(
+            self.schedule_name, num_ranks=self.num_ranks, num_microbatches=len(inputs)
+        )
+        started_s, sent_before = time.perf_counter(), self._sent_bytes()
+        self._busy_s = 0.0
+        self.boundaries.clear()
+        self.stage.begin_step(step=step, loss_scale=loss_scale)
+        for action in schedule[self.rank]:
+            if action.kind == "F":
+                self._forward(step, inputs[action.microbatch])
+            else:
+                self._backward(step, action.microbatch)
+        return StepOutcome(
+            loss_sum=self.stage.loss_sum(),
+            grad_square_sum=self.stage.grad_square_sum(),
+            busy_s=self._busy_s,
+            step_s=time.perf_counter() - started_s,
+            sent_bytes=self._sent_bytes() - sent_before,
+        )
+
+    def run_evaluation(self, step: int, inputs: Sequence[MicrobatchInput]) -> StepOutcome:
+        """Forward of all microbatches without dropout; the loss is on the last rank."""
+        started_s, sent_before = time.perf_counter(), self._sent_bytes()
+        self._busy_s = 0.0
+        loss_sum = 0.0
+        for microbatch in inputs:
+            tag = Tag(step, EVALUATION_MICROBATCH_BASE + microbatch.index)
+            output = self._timed(self.stage.evaluate, self._with_hidden(microbatch, tag))
+            if self.above is not None:
+                assert isinstance(output, HostTensor)
+                self.above.send(tag, output)
+            else:
+                assert isinstance(output, float)
+                loss_sum += output
+        return StepOutcome(
+            loss_sum=loss_sum,
+            grad_square_sum=0.0,
+            busy_s=self._busy_s,
+            step_s=time.perf_counter() - started_s,
+            sent_bytes=self._sent_bytes() - sent_before,
+        )
+
+    def _forward(self, step: int, microbatch: MicrobatchInput) -> None:
+        tag = Tag(step, microbatch.index)
+        output = self._timed(self.stage.forward, self._with_hidden(microbatch, tag))
+        if self.above is not None:
+            assert output is not None
+            self._send(self.above, tag, output, "activation")
+
+    def _backward(self, step: int, index: int) -> None:
+        tag = Tag(step, index)
+        gradient = None
+        if self.above is not None:
+            self.on_phase(
+                f"step {step}: waiting for gradient {index} from {self.above.identity.peer_name}"
+            )
+            gradient = self.above.wait_recv(tag, timeout_s=self.timeout_s)
+            self.on_phase(f"step {step}: computing")
+        result = self._timed(self.stage.backward, index, gradient)
+        if self.below is not None:
+            assert result is not None
+            self._send(self.below, tag, result, "gradient")
+
+    def _with_hidden(self, microbatch: MicrobatchInput, tag: Tag) -> MicrobatchInput:
+        if self.below is None:
+            return microbatch
+        source = f"activation {microbatch.index} from {self.below.identity.peer_name}"
+        self.on_phase(f"step {tag.step}: waiting for {source}")
+        hidden_BTD = self.below.wait_recv(tag, timeout_s=self.timeout_s)
+        self.on_phase(f"step {tag.step}: computing")
+        return replace(microbatch, hidden_BTD=hidden_BTD)
+
+    def _send(self, link: Link, tag: Tag, tensor: HostTensor, kind: str) -> None:
+        if self.capture:
+            self.boundaries[f"{kind}.{tag.microbatch}"] = tensor
+        link.send(tag, tensor)
+
+    def _timed(self, function: Callable[..., Result], *arguments: object) -> Result:
+        started_s = time.perf_counter()
+        result = function(*arguments)
+        self._busy_s += time.perf_counter() - started_s
+        return result
+
+    def _sent_bytes(self) -> int:
+        return sum(link.sent_bytes for link in (self.below, self.above) if link is not None)

@@ -1,0 +1,133 @@
+"""Turns run messages into values and back, with checks: they come from the network.
+
+Owns the mapping between control.proto and Python. Must not send anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from exo_train.backends.base import Arrays, MicrobatchInput
+from exo_train.errors import ExoTrainError, ProtocolError, error_class
+from exo_train.peer import Address
+from exo_train.train.batches import Microbatch
+from exo_train.wire.pb import control_pb2 as pb
+
+MAX_ARRAY_DIMS = 4
+MAX_STATE_ARRAYS = 200_000
+_STATE_DTYPES: dict[str, np.dtype[Any]] = {"<f4": np.dtype("<f4"), "<i8": np.dtype("<i8")}
+
+
+def to_endpoints(addresses: Sequence[Address]) -> list[pb.Endpoint]:
+    return [pb.Endpoint(host=a.host, port=a.port) for a in addresses]
+
+
+def from_endpoints(endpoints: Sequence[pb.Endpoint]) -> tuple[Address, ...]:
+    for endpoint in endpoints:
+        if not 0 < endpoint.port < 65536:
+            raise ProtocolError(f"port {endpoint.port} of {endpoint.host} is out of range")
+    return tuple(Address(e.host, e.port) for e in endpoints)
+
+
+def to_failure(error: ExoTrainError) -> pb.Failure:
+    return pb.Failure(kind=type(error).__name__, message=str(error))
+
+
+def from_failure(failure: pb.Failure, *, where: str) -> ExoTrainError:
+    """Give the error that another device reports, with the device named once."""
+    message = failure.message if where in failure.message else f"{where}: {failure.message}"
+    return error_class(failure.kind)(message)
+
+
+def to_microbatch_data(
+    microbatch: Microbatch, *, with_tokens: bool, with_targets: bool
+) -> pb.MicrobatchData:
+    """Pack what one rank needs; token ids go to the first stage, targets to the last only."""
+    num_sequences, num_positions = microbatch.tokens_BT.shape
+    data = pb.MicrobatchData(
+        num_sequences=num_sequences,
+        num_positions=num_positions,
+        row_keys=microbatch.row_keys,
+    )
+    if with_tokens:
+        data.tokens = microbatch.tokens_BT.astype("<i4").tobytes()
+    if with_targets:
+        data.targets = microbatch.targets_BT.astype("<i4").tobytes()
+        data.mask = microbatch.mask_BT.astype(np.uint8).tobytes()
+    return data
+
+
+def from_microbatch_data(
+    index: int, data: pb.MicrobatchData, *, vocab_size: int
+) -> MicrobatchInput:
+    shape = (data.num_sequences, data.num_positions)
+    if len(data.row_keys) != data.num_sequences:
+        raise ProtocolError(f"microbatch {index} has {len(data.row_keys)} row keys for {shape}")
+    mask_BT = None
+    if data.mask:
+        mask_BT = _array(data.mask, shape, np.dtype(np.uint8), f"mask {index}") != 0
+    return MicrobatchInput(
+        index=index,
+        tokens_BT=_ids(data.tokens, shape, vocab_size, f"tokens {index}"),
+        targets_BT=_ids(data.targets, shape, vocab_size, f"targets {index}"),
+        mask_BT=mask_BT,
+        row_keys=tuple(data.row_keys),
+    )
+
+
+def _ids(raw: bytes, shape: tuple[int, int], vocab_size: int, what: str) -> np.ndarray | None:
+    if not raw:
+        return None
+    ids_BT = _array(raw, shape, np.dtype("<i4"), what)
+    if ids_BT.size and (ids_BT.min() < 0 or ids_BT.max() >= vocab_size):
+        raise ProtocolError(f"{what}: ids reach outside the vocabulary of {vocab_size}")
+    return ids_BT.astype(np.int32)
+
+
+def to_state_arrays(kind: pb.StateKind, arrays: Arrays) -> Iterator[pb.StateArray]:
+    """Give one message per array, the last one marked; an empty set is one bare message."""
+    if not arrays:
+        yield pb.StateArray(kind=kind, last=True)
+    for position, (name, array) in enumerate(sorted(arrays.items()), start=1):
+        dtype = "<i8" if array.dtype.kind == "i" else "<f4"
+        yield pb.StateArray(
+            kind=kind,
+            name=name,
+            dtype=dtype,
+            shape=array.shape,
+            data=np.asarray(array, dtype=dtype).tobytes(),
+            last=position == len(arrays),
+        )
+
+
+class StateAssembler:
+    """Collects the arrays of one set until the last has come."""
+
+    def __init__(self) -> None:
+        self._arrays: Arrays = {}
+
+    def add(self, message: pb.StateArray) -> Arrays | None:
+        """Take one message; gives the whole set when it is complete."""
+        if message.name:
+            if message.name in self._arrays or len(self._arrays) >= MAX_STATE_ARRAYS:
+                raise ProtocolError(f"state array '{message.name}' came twice or is one too many")
+            dtype = _STATE_DTYPES.get(message.dtype)
+            if dtype is None or len(message.shape) > MAX_ARRAY_DIMS:
+                raise ProtocolError(f"state array '{message.name}' has dtype {message.dtype!r}")
+            shape = tuple(message.shape)
+            self._arrays[message.name] = _array(message.data, shape, dtype, message.name)
+        if not message.last:
+            return None
+        complete, self._arrays = self._arrays, {}
+        return complete
+
+
+def _array(raw: bytes, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> np.ndarray:
+    expected = math.prod(shape) * dtype.itemsize
+    if len(raw) != expected:
+        raise ProtocolError(f"{what}: shape {shape} needs {expected} bytes, got {len(raw)}")
+    return np.frombuffer(raw, dtype=dtype).reshape(shape)

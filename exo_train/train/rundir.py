@@ -1,0 +1,183 @@
+"""A run's directory, which documents itself. Owns its files' names, layout and JSON keys.
+
+Must not decide what is measured: values come in as frozen metrics and summaries. Checkpoints are
+in `checkpoint`, adapters in `export`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from exo_train.errors import ConfigError
+from exo_train.train.durable import disk_errors, write_durable
+from exo_train.train.loss_plot import Points, draw_loss
+from exo_train.train.metrics import StepMetrics, finite_or_none
+
+SUMMARY_SCHEMA = 1
+
+CONFIG_FILE = "config.yaml"
+PLAN_FILE = "plan.json"
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+LOSS_FILE = "loss.png"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSummary:
+    """One device's part in a run; `layers` is half-open, `busy_share` from 0 to 1."""
+
+    name: str
+    rank: int
+    backend: str
+    device: str
+    layers: tuple[int, int]
+    busy_share: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What scripts read after a run; `adapters` are paths relative to the run directory."""
+
+    status: str
+    steps: int
+    loss_first: float | None
+    loss_last: float | None
+    eval_loss_before: float | None
+    eval_loss_after: float | None
+    tokens: int
+    tokens_per_s: float
+    devices: tuple[DeviceSummary, ...]
+    peft_adapter: str | None
+    mlx_adapter: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give plain values under the published keys; NaN and infinities become null."""
+        plain = dataclasses.asdict(self)
+        adapters = {"peft": plain.pop("peft_adapter"), "mlx": plain.pop("mlx_adapter")}
+        devices = [
+            finite_or_none(device) | {"layers": list(device["layers"])}
+            for device in plain.pop("devices")
+        ]
+        return {
+            "schema": SUMMARY_SCHEMA,
+            **finite_or_none(plain),
+            "devices": devices,
+            "adapters": adapters,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """An existing run directory."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path, *, allow_existing: bool = False) -> RunDir:
+        """Make the directory; one with files in it is refused unless `allow_existing`."""
+        with disk_errors("a run", path):
+            if path.exists() and not path.is_dir():
+                raise ConfigError(f"--run-dir {path} is a file; choose another name")
+            path.mkdir(parents=True, exist_ok=True)
+            entries = sorted(entry.name for entry in path.iterdir())
+        if entries and not allow_existing:
+            raise ConfigError(
+                f"--run-dir {path} is not empty ({len(entries)} entries, {entries[0]} first); "
+                f"choose another, or continue the run in it with --resume {path}"
+            )
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """Take a directory that an earlier run left."""
+        if not (path / CONFIG_FILE).is_file():
+            raise ConfigError(f"{path} is not a run: it has no {CONFIG_FILE}")
+        return cls(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def adapters(self) -> Path:
+        return self.path / "adapters"
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        self._write(CONFIG_FILE, text.encode())
+
+    def read_config(self) -> dict[str, Any]:
+        """Read back what `write_config` wrote; the caller checks keys and ranges."""
+        path = self.path / CONFIG_FILE
+        try:
+            plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        if not isinstance(plain, dict):
+            raise ConfigError(f"{path} is not a mapping of options")
+        return plain
+
+    def write_plan(self, plan_json: str) -> None:
+        """Write the plan for people: indented, with non-ASCII names as they are."""
+        self._write_json(PLAN_FILE, json.loads(plan_json))
+
+    def append_metrics(self, metrics: StepMetrics) -> None:
+        """Add one line and hand it to the system at once, so that a tail -f sees it."""
+        line = json.dumps(metrics.to_dict(), ensure_ascii=False, allow_nan=False)
+        with (
+            disk_errors(METRICS_FILE, self.path),
+            (self.path / METRICS_FILE).open("a", encoding="utf-8", newline="\n") as file,
+        ):
+            file.write(line + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Read all whole lines; one cut short by a crash ends the list."""
+        try:
+            # Not splitlines: a device's name may hold other line separators.
+            lines = (self.path / METRICS_FILE).read_text(encoding="utf-8").split("\n")
+        except FileNotFoundError:
+            return []
+        rows = []
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+        return rows
+
+    def rewind_metrics(self, *, last_step: int) -> None:
+        """Drop lines after `last_step`: a resumed run does those steps again."""
+        kept = [row for row in self.read_metrics() if row["step"] <= last_step]
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in kept]
+        self._write(METRICS_FILE, "".join(lines).encode())
+
+    def write_summary(self, summary: Summary) -> None:
+        self._write_json(SUMMARY_FILE, summary.to_dict())
+
+    def write_loss_plot(self, *, train: Points, held_out: Points = ()) -> None:
+        """Draw loss against step; each point is (step, loss)."""
+        self._write(LOSS_FILE, draw_loss(train=train, held_out=held_out))
+
+    def _write_json(self, name: str, plain: Any) -> None:
+        text = json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False)
+        self._write(name, f"{text}\n".encode())
+
+    def _write(self, name: str, data: bytes) -> None:
+        with disk_errors(name, self.path):
+            write_durable(self.path / name, data)
+
+
+def relative_to_run(path: Path, run_dir: Path) -> str:
+    """Give `path` as `summary.json` writes it: relative, with forward slashes."""
+    return Path(os.path.relpath(path, run_dir)).as_posix()

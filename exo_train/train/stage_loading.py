@@ -1,0 +1,54 @@
+"""From a plan to a stage and its links' limits, the same in a worker and in one process."""
+
+from __future__ import annotations
+
+from exo_train.backends.base import Stage, StageOptions
+from exo_train.backends.registry import load_backend
+from exo_train.models.manifest import ModelManifest
+from exo_train.models.tensors import TensorSource
+from exo_train.plan.plan import Plan
+from exo_train.transport.base import LinkIdentity, LinkLimits
+from exo_train.wire.tensor import DType
+
+CONFIG_DTYPES = {"fp32": DType.FP32, "bf16": DType.BF16, "fp16": DType.FP16}
+
+
+def load_planned_stage(
+    plan: Plan, rank: int, manifest: ModelManifest, source: TensorSource
+) -> Stage:
+    """Read the rank's tensors, and no others, into its backend."""
+    mine = plan.ranks[rank]
+    return load_backend(mine.backend).load_stage(
+        manifest.spec,
+        mine.stage,
+        source,
+        device=mine.device,
+        lora=plan.lora,
+        optimizer=plan.optimizer,
+        options=StageOptions(
+            seed=plan.seed,
+            compute_dtype=CONFIG_DTYPES[mine.compute_dtype],
+            wire_dtype=CONFIG_DTYPES[plan.wire_dtype],
+            checkpoint_activations=plan.checkpoint_activations,
+            adapter_init=plan.adapter_init,
+        ),
+    )
+
+
+def link_limits(plan: Plan) -> LinkLimits:
+    """Give the caps of every link of the plan: no boundary tensor is larger than this."""
+    num_values = plan.microbatch_size * plan.max_seq_length * plan.hidden_size
+    return LinkLimits(max_tensor_bytes=num_values * CONFIG_DTYPES[plan.wire_dtype].num_bytes)
+
+
+def link_identity(plan: Plan, rank: int, peer_rank: int, token: str) -> LinkIdentity:
+    return LinkIdentity(
+        cluster=plan.cluster,
+        run=plan.run_id,
+        generation=plan.generation,
+        rank=rank,
+        name=plan.ranks[rank].name,
+        peer_rank=peer_rank,
+        peer_name=plan.ranks[peer_rank].name,
+        token=token,
+    )

@@ -1,0 +1,173 @@
+"""What a run shows: a live screen on a terminal, plain lines elsewhere, or JSON lines.
+
+Owns the drawing. Must not compute: it is given steps, plans and notes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from exo_train.plan.plan import Plan
+from exo_train.train.metrics import StepMetrics
+
+LINE_EVERY_STEPS = 1
+
+
+class RunScreen(Protocol):
+    """Context manager; `num_steps` is known once the data is."""
+
+    def note(self, text: str) -> None: ...
+
+    def plan(self, plan: Plan) -> None: ...
+
+    def step(self, metrics: StepMetrics, remaining_s: float | None) -> None: ...
+
+    def evaluation(self, step: int, loss: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonScreen:
+    """One JSON object a line on standard output, each with `event` and `schema`."""
+
+    def __init__(self, write: Callable[[str], None] = print) -> None:
+        self._write = write
+
+    def note(self, text: str) -> None:
+        self._line("note", {"text": text})
+
+    def plan(self, plan: Plan) -> None:
+        self._line("plan", {"hash": plan.hash, "plan": json.loads(plan.to_json())})
+
+    def step(self, metrics: StepMetrics, remaining_s: float | None) -> None:
+        self._line("step", {**metrics.to_dict(), "remaining_s": remaining_s})
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self._line("evaluation", {"step": step, "loss": loss})
+
+    def close(self) -> None:
+        pass
+
+    def _line(self, event: str, content: dict[str, Any]) -> None:
+        self._write(json.dumps({"schema": 1, "event": event, **content}))
+
+
+class PlainScreen:
+    """A line per step: for logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def note(self, text: str) -> None:
+        self._console.print(text, style="dim", highlight=False, markup=False)
+
+    def plan(self, plan: Plan) -> None:
+        for rank in plan.ranks:
+            self._console.print(stage_line(plan, rank.rank), highlight=False, markup=False)
+
+    def step(self, metrics: StepMetrics, remaining_s: float | None) -> None:
+        busy = "  ".join(f"{r.name} {1 - r.bubble_fraction:.0%}" for r in metrics.ranks)
+        self._console.print(
+            f"step {metrics.step}  loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  "
+            f"grad-norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:.0f} tokens/s  "
+            f"ETA {duration(remaining_s)}  busy: {busy}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self._console.print(f"held-out loss after step {step}: {loss:.4f}", highlight=False)
+
+    def close(self) -> None:
+        pass
+
+
+class LiveScreen:
+    """Redraws in place; notes scroll above."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._plan: Plan | None = None
+        self._metrics: StepMetrics | None = None
+        self._remaining_s: float | None = None
+        self._done_share = 0.0
+        self._held_out = ""
+        self._live = Live(console=console, refresh_per_second=4, transient=False)
+
+    def note(self, text: str) -> None:
+        self._console.print(text, style="dim", highlight=False, markup=False)
+
+    def plan(self, plan: Plan) -> None:
+        self._plan = plan
+        self._live.start()
+        self._live.update(self._draw())
+
+    def step(self, metrics: StepMetrics, remaining_s: float | None) -> None:
+        self._metrics, self._remaining_s = metrics, remaining_s
+        left_s = remaining_s or 0.0
+        spent_s = metrics.step * metrics.step_s
+        self._done_share = spent_s / (spent_s + left_s) if spent_s + left_s else 0.0
+        self._live.update(self._draw())
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self._held_out = f"  held-out {loss:.4f} after step {step}"
+        self._live.update(self._draw())
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _draw(self) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        assert self._plan is not None
+        for rank in self._plan.ranks:
+            share = 0.0
+            if self._metrics is not None:
+                share = 1 - self._metrics.ranks[rank.rank].bubble_fraction
+            bar = ProgressBar(total=1.0, completed=share, width=20)
+            table.add_row(stage_line(self._plan, rank.rank), bar, f"{share:4.0%} busy")
+        return Group(self._headline(), ProgressBar(1.0, self._done_share, width=60), table)
+
+    def _headline(self) -> Text:
+        metrics = self._metrics
+        if metrics is None:
+            return Text(f"loading the model{self._held_out}")
+        return Text(
+            f"step {metrics.step}  loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  "
+            f"grad-norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:.0f} tokens/s  "
+            f"ETA {duration(self._remaining_s)}{self._held_out}"
+        )
+
+
+def make_screen(*, as_json: bool) -> RunScreen:
+    if as_json:
+        return JsonScreen()
+    console = Console()
+    return LiveScreen(console) if console.is_terminal else PlainScreen(console)
+
+
+def stage_line(plan: Plan, rank: int) -> str:
+    """Describe a rank: name, backend, layers and what else it owns."""
+    mine = plan.ranks[rank]
+    parts = ["embedding"] if mine.stage.embedding else []
+    parts.append(f"layers {mine.stage.start}–{mine.stage.end - 1}")
+    parts += ["head"] if mine.stage.head else []
+    return f"{rank}  {mine.name}  {mine.backend}/{mine.device} {mine.compute_dtype}  " + ", ".join(
+        parts
+    )
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,327 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StateKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STATE_KIND_UNSPECIFIED: _ClassVar[StateKind]
+    ADAPTER: _ClassVar[StateKind]
+    OPTIMIZER: _ClassVar[StateKind]
+    GRADIENTS: _ClassVar[StateKind]
+    BOUNDARIES: _ClassVar[StateKind]
+STATE_KIND_UNSPECIFIED: StateKind
+ADAPTER: StateKind
+OPTIMIZER: StateKind
+GRADIENTS: StateKind
+BOUNDARIES: StateKind
+
+class Endpoint(_message.Message):
+    __slots__ = ("host", "port")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    port: int
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ...) -> None: ...
+
+class NodeFacts(_message.Message):
+    __slots__ = ("node_id", "name", "backend", "device", "chip", "memory_bytes", "usable_memory_bytes", "dtypes", "version", "incarnation", "endpoints")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    CHIP_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USABLE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DTYPES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    name: str
+    backend: str
+    device: str
+    chip: str
+    memory_bytes: int
+    usable_memory_bytes: int
+    dtypes: _containers.RepeatedScalarFieldContainer[str]
+    version: str
+    incarnation: int
+    endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
+    def __init__(self, node_id: _Optional[str] = ..., name: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., chip: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., usable_memory_bytes: _Optional[int] = ..., dtypes: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., incarnation: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
+
+class HelloRequest(_message.Message):
+    __slots__ = ("protocol", "cluster", "sender", "expected_node_id")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    cluster: str
+    sender: NodeFacts
+    expected_node_id: str
+    def __init__(self, protocol: _Optional[int] = ..., cluster: _Optional[str] = ..., sender: _Optional[_Union[NodeFacts, _Mapping]] = ..., expected_node_id: _Optional[str] = ...) -> None: ...
+
+class HelloReply(_message.Message):
+    __slots__ = ("protocol", "cluster", "self", "known", "refusal")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    SELF_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    cluster: str
+    self: NodeFacts
+    known: _containers.RepeatedCompositeFieldContainer[NodeFacts]
+    refusal: str
+    def __init__(self_, protocol: _Optional[int] = ..., cluster: _Optional[str] = ..., self: _Optional[_Union[NodeFacts, _Mapping]] = ..., known: _Optional[_Iterable[_Union[NodeFacts, _Mapping]]] = ..., refusal: _Optional[str] = ...) -> None: ...
+
+class GoodbyeRequest(_message.Message):
+    __slots__ = ("cluster", "node_id")
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    cluster: str
+    node_id: str
+    def __init__(self, cluster: _Optional[str] = ..., node_id: _Optional[str] = ...) -> None: ...
+
+class GoodbyeReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
+
+class ServeModelRequest(_message.Message):
+    __slots__ = ("run_id", "token", "path")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    token: str
+    path: str
+    def __init__(self, run_id: _Optional[str] = ..., token: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class ServeModelReply(_message.Message):
+    __slots__ = ("endpoints",)
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
+    def __init__(self, endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
+
+class StopServingRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class StopServingReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RunMessage(_message.Message):
+    __slots__ = ("run_id", "generation", "rank", "prepare", "prepared", "load", "loaded", "step_input", "step_report", "commit", "committed", "state_request", "state_array", "state_stored", "finish", "failure", "progress")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    STEP_INPUT_FIELD_NUMBER: _ClassVar[int]
+    STEP_REPORT_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    STATE_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    STATE_ARRAY_FIELD_NUMBER: _ClassVar[int]
+    STATE_STORED_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    generation: int
+    rank: int
+    prepare: Prepare
+    prepared: Prepared
+    load: Load
+    loaded: Loaded
+    step_input: StepInput
+    step_report: StepReport
+    commit: Commit
+    committed: Committed
+    state_request: StateRequest
+    state_array: StateArray
+    state_stored: StateStored
+    finish: Finish
+    failure: Failure
+    progress: Progress
+    def __init__(self, run_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., step_input: _Optional[_Union[StepInput, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_array: _Optional[_Union[StateArray, _Mapping]] = ..., state_stored: _Optional[_Union[StateStored, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+
+class Prepare(_message.Message):
+    __slots__ = ("backend", "device", "node_id")
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    backend: str
+    device: str
+    node_id: str
+    def __init__(self, backend: _Optional[str] = ..., device: _Optional[str] = ..., node_id: _Optional[str] = ...) -> None: ...
+
+class Prepared(_message.Message):
+    __slots__ = ("data_endpoints",)
+    DATA_ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    data_endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
+    def __init__(self, data_endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("plan_json", "manifest_json", "weights_endpoints", "token", "step_timeout_s", "coordinator_name", "capture_boundaries")
+    PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_JSON_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_NAME_FIELD_NUMBER: _ClassVar[int]
+    CAPTURE_BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
+    plan_json: str
+    manifest_json: str
+    weights_endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
+    token: str
+    step_timeout_s: float
+    coordinator_name: str
+    capture_boundaries: bool
+    def __init__(self, plan_json: _Optional[str] = ..., manifest_json: _Optional[str] = ..., weights_endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., token: _Optional[str] = ..., step_timeout_s: _Optional[float] = ..., coordinator_name: _Optional[str] = ..., capture_boundaries: bool = ...) -> None: ...
+
+class Loaded(_message.Message):
+    __slots__ = ("plan_hash", "num_trainable", "fetched_bytes", "cached_bytes")
+    PLAN_HASH_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAINABLE_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    plan_hash: str
+    num_trainable: int
+    fetched_bytes: int
+    cached_bytes: int
+    def __init__(self, plan_hash: _Optional[str] = ..., num_trainable: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ...) -> None: ...
+
+class StepInput(_message.Message):
+    __slots__ = ("step", "evaluation", "loss_scale", "microbatches")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    LOSS_SCALE_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    evaluation: bool
+    loss_scale: float
+    microbatches: _containers.RepeatedCompositeFieldContainer[MicrobatchData]
+    def __init__(self, step: _Optional[int] = ..., evaluation: bool = ..., loss_scale: _Optional[float] = ..., microbatches: _Optional[_Iterable[_Union[MicrobatchData, _Mapping]]] = ...) -> None: ...
+
+class MicrobatchData(_message.Message):
+    __slots__ = ("num_sequences", "num_positions", "tokens", "targets", "mask", "row_keys")
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    MASK_FIELD_NUMBER: _ClassVar[int]
+    ROW_KEYS_FIELD_NUMBER: _ClassVar[int]
+    num_sequences: int
+    num_positions: int
+    tokens: bytes
+    targets: bytes
+    mask: bytes
+    row_keys: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_sequences: _Optional[int] = ..., num_positions: _Optional[int] = ..., tokens: _Optional[bytes] = ..., targets: _Optional[bytes] = ..., mask: _Optional[bytes] = ..., row_keys: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StepReport(_message.Message):
+    __slots__ = ("step", "evaluation", "loss_sum", "grad_square_sum", "busy_s", "step_s", "sent_bytes", "peak_memory_bytes")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    LOSS_SUM_FIELD_NUMBER: _ClassVar[int]
+    GRAD_SQUARE_SUM_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    evaluation: bool
+    loss_sum: float
+    grad_square_sum: float
+    busy_s: float
+    step_s: float
+    sent_bytes: int
+    peak_memory_bytes: int
+    def __init__(self, step: _Optional[int] = ..., evaluation: bool = ..., loss_sum: _Optional[float] = ..., grad_square_sum: _Optional[float] = ..., busy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("step", "apply", "learning_rate", "grad_scale")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    APPLY_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    GRAD_SCALE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    apply: bool
+    learning_rate: float
+    grad_scale: float
+    def __init__(self, step: _Optional[int] = ..., apply: bool = ..., learning_rate: _Optional[float] = ..., grad_scale: _Optional[float] = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
+
+class StateRequest(_message.Message):
+    __slots__ = ("kind",)
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    kind: StateKind
+    def __init__(self, kind: _Optional[_Union[StateKind, str]] = ...) -> None: ...
+
+class StateArray(_message.Message):
+    __slots__ = ("kind", "name", "dtype", "shape", "data", "last")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    kind: StateKind
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    last: bool
+    def __init__(self, kind: _Optional[_Union[StateKind, str]] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., last: bool = ...) -> None: ...
+
+class StateStored(_message.Message):
+    __slots__ = ("kind",)
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    kind: StateKind
+    def __init__(self, kind: _Optional[_Union[StateKind, str]] = ...) -> None: ...
+
+class Finish(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("kind", "message")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    message: str
+    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("phase", "phase_age_s")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    phase_age_s: float
+    def __init__(self, phase: _Optional[str] = ..., phase_age_s: _Optional[float] = ...) -> None: ...

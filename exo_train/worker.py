@@ -1,0 +1,213 @@
+"""The worker process: one rank of one run, spoken to by its agent over pipes.
+
+Owns this process: its pipes, its threads, its end. It ends when its standard input does, so it
+cannot outlive its agent. Holds the tensor framework; the agent does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import BinaryIO
+
+from exo_train.backends.base import Stage
+from exo_train.errors import ExoTrainError, PeerLostError
+from exo_train.models.manifest import ModelManifest
+from exo_train.models.open import open_model
+from exo_train.models.tensors import TensorSource
+from exo_train.peer import Address
+from exo_train.plan.plan import Plan
+from exo_train.train import faults
+from exo_train.train.messages import from_failure, to_failure
+from exo_train.train.stage_loading import link_identity, link_limits, load_planned_stage
+from exo_train.train.stage_runner import StageRunner
+from exo_train.transport.base import Link
+from exo_train.transport.data_server import DataServer
+from exo_train.transport.dial import dial
+from exo_train.transport.weight_cache import WeightCache
+from exo_train.transport.weights import RemoteSource
+from exo_train.wire.framing import frame, read_message
+from exo_train.wire.pb import control_pb2 as pb
+
+LINK_TIMEOUT_S = 60.0
+PROGRESS_S = 1.0
+LAST_WORDS_S = 1.0
+
+
+class GrpcSurroundings:
+    """Implements `Surroundings` with gRPC links and tensors from the coordinator."""
+
+    def __init__(self, hosts: list[str], *, cache: Path, model: Path | None) -> None:
+        self._hosts = hosts
+        self._cache = cache
+        self._model = model  # when the model lies on this device's own disk
+        self._server: DataServer | None = None
+        self._links: list[Link] = []
+        self._source: RemoteSource | None = None
+        self._lock = threading.Lock()
+        self._aborted: ExoTrainError | None = None
+
+    def open_data(self) -> tuple[Address, ...]:
+        self._server = DataServer(self._hosts)
+        return self._server.addresses
+
+    def connect(self, plan: Plan, rank: int, token: str) -> tuple[Link | None, Link | None]:
+        assert self._server is not None
+        limits = link_limits(plan)
+        above: Link | None = None
+        below: Link | None = None
+        if rank + 1 < len(plan.ranks):
+            identity = link_identity(plan, rank, rank + 1, token)
+            addresses = plan.ranks[rank + 1].addresses
+            above = dial(addresses, identity, timeout_s=LINK_TIMEOUT_S, limits=limits)
+            self._keep(above)
+        if rank > 0:
+            identity = link_identity(plan, rank, rank - 1, token)
+            below = self._server.wait_link(identity, timeout_s=LINK_TIMEOUT_S, limits=limits)
+            self._keep(below)
+        return below, above
+
+    def tensors(
+        self, manifest: ModelManifest, addresses: tuple[Address, ...], *, token: str, peer: str
+    ) -> TensorSource:
+        if self._model is not None:
+            _, own = open_model(self._model)
+            return own
+        self._source = RemoteSource(
+            addresses,
+            peer=peer,
+            token=token,
+            infos=manifest.infos,
+            digests=manifest.digests,
+            cache=WeightCache(self._cache / "tensors"),
+        )
+        self._source.prefetch(list(manifest.infos))
+        return self._source
+
+    def load_stage(
+        self, plan: Plan, rank: int, manifest: ModelManifest, source: TensorSource
+    ) -> Stage:
+        stage = load_planned_stage(plan, rank, manifest, source)
+        return faults.with_fault(stage, os.environ.get(faults.VARIABLE, ""))
+
+    def fetched_bytes(self) -> tuple[int, int]:
+        if self._source is None:
+            return 0, 0
+        return self._source.fetched_bytes, self._source.cached_bytes
+
+    def abort(self, error: ExoTrainError) -> None:
+        """Wake whoever waits on a link, with the reason; safe from any thread."""
+        with self._lock:
+            self._aborted = error
+            links = list(self._links)
+        for link in links:
+            link.fail(error)
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _keep(self, link: Link) -> None:
+        with self._lock:
+            self._links.append(link)
+            aborted = self._aborted
+        if aborted is not None:
+            link.fail(aborted)
+
+
+class Worker:
+    """Messages in from the pipe, messages out to the pipe; one thread computes."""
+
+    def __init__(
+        self, surroundings: GrpcSurroundings, pipe_in: BinaryIO, pipe_out: BinaryIO
+    ) -> None:
+        self._surroundings = surroundings
+        self._pipe_in = pipe_in
+        self._pipe_out = pipe_out
+        self._inbox: queue.SimpleQueue[pb.RunMessage] = queue.SimpleQueue()
+        self._write_lock = threading.Lock()
+        self._identity = pb.RunMessage()
+        self._phase = "starting"
+
+    def run(self) -> int:
+        threading.Thread(target=self._read, name="pipe", daemon=True).start()
+        threading.Thread(target=self._report, name="progress", daemon=True).start()
+        runner = StageRunner(self._surroundings, send=self._send, on_phase=self._set_phase)
+        try:
+            while runner.handle(self._inbox.get()):
+                pass
+        except Exception as error:  # the boundary of the process: the agent must hear why
+            traceback.print_exc()
+            self._fail(f"{type(error).__name__}: {error}")
+            return 1
+        finally:
+            runner.close()
+        return 0
+
+    def _read(self) -> None:
+        while (raw := read_message(self._pipe_in)) is not None:
+            message = pb.RunMessage.FromString(raw)
+            if not self._identity.run_id:
+                self._identity.run_id = message.run_id
+                self._identity.generation = message.generation
+                self._identity.rank = message.rank
+            if message.WhichOneof("body") == "failure":
+                self._surroundings.abort(from_failure(message.failure, where="the run"))
+            self._inbox.put(message)
+        # The agent is gone, or has closed the pipe to end us; whoever waits is told first.
+        self._surroundings.abort(PeerLostError("the run was ended"))
+        time.sleep(LAST_WORDS_S)
+        os._exit(0)
+
+    def _report(self) -> None:
+        while True:
+            message = pb.RunMessage()
+            message.CopyFrom(self._identity)
+            message.progress.CopyFrom(pb.Progress(phase=self._phase))
+            self._send(message)
+            time.sleep(PROGRESS_S)
+
+    def _fail(self, text: str) -> None:
+        message = pb.RunMessage()
+        message.CopyFrom(self._identity)
+        message.failure.CopyFrom(to_failure(ExoTrainError(text)))
+        self._send(message)
+
+    def _set_phase(self, phase: str) -> None:
+        self._phase = phase
+
+    def _send(self, message: pb.RunMessage) -> None:
+        data = frame(message.SerializeToString())
+        try:
+            with self._write_lock:
+                self._pipe_out.write(data)
+                self._pipe_out.flush()
+        except OSError:
+            os._exit(0)  # the agent is gone
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="exo_train.worker")
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--host", action="append", default=[])
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    # Libraries print to standard output, which is the pipe: give them standard error instead.
+    pipe_out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    surroundings = GrpcSurroundings(options.host, cache=options.cache, model=options.model)
+    return Worker(surroundings, sys.stdin.buffer, pipe_out).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""Adapter folders: what is written is what was trained, and what is wrong is refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from exo_train.config import ALL_TARGETS, LoraConfig
+from exo_train.errors import ConfigError, NumericsError
+from exo_train.export import adapters
+from exo_train.export.adapter_formats import PEFT
+from exo_train.export.adapters import read_adapter, write_adapters
+
+SIZES = {  # (in, out) of a layer whose attention is square, so that only the names tell
+    "q_proj": (16, 16),
+    "k_proj": (16, 8),
+    "v_proj": (16, 8),
+    "o_proj": (16, 16),
+    "gate_proj": (16, 24),
+    "up_proj": (16, 24),
+    "down_proj": (24, 16),
+}
+LORA = LoraConfig(rank=3, alpha=7.0, dropout=0.1, targets=ALL_TARGETS)
+
+
+def path_of(target: str) -> str:
+    return f"self_attn.{target}" if target[0] in "qkvo" else f"mlp.{target}"
+
+
+def make_arrays(lora: LoraConfig = LORA, num_layers: int = 12, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for layer in range(num_layers):
+        for target in lora.targets:
+            inputs, outputs = SIZES[target]
+            prefix = f"model.layers.{layer}.{path_of(target)}"
+            arrays[f"{prefix}.lora_a"] = rng.normal(size=(inputs, lora.rank)).astype(np.float32)
+            arrays[f"{prefix}.lora_b"] = rng.normal(size=(lora.rank, outputs)).astype(np.float32)
+    return arrays
+
+
+def write(directory, arrays, *, lora=LORA, num_layers=12, steps=5):
+    return write_adapters(
+        directory, arrays, lora=lora, base_model="org/base", num_layers=num_layers, steps=steps
+    )
+
+
+@pytest.mark.parametrize("form", ["peft", "mlx"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        LORA,
+        LoraConfig(rank=7, alpha=12.0, targets=("q_proj", "down_proj")),
+        LoraConfig(rank=4, alpha=0.3, targets=("o_proj",)),
+    ],
+)
+def test_either_format_gives_back_the_adapter(tmp_path, form, lora):
+    arrays = make_arrays(lora)
+    paths = write(tmp_path / "dônnées é 数据", arrays, lora=lora)
+    found = read_adapter(getattr(paths, form))
+    assert found.lora == lora
+    assert found.base_model == "org/base"
+    assert found.arrays.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], array)
+
+
+def test_peft_files_are_transposed_and_complete(tmp_path):
+    arrays = make_arrays()
+    paths = write(tmp_path, arrays)
+    stored = load_file(paths.peft / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.11.mlp.down_proj.lora_{}.weight"
+    assert len(stored) == 12 * 7 * 2
+    np.testing.assert_array_equal(
+        stored[key.format("A")], arrays["model.layers.11.mlp.down_proj.lora_a"].T
+    )
+    np.testing.assert_array_equal(
+        stored[key.format("B")], arrays["model.layers.11.mlp.down_proj.lora_b"].T
+    )
+    config = json.loads((paths.peft / "adapter_config.json").read_text(encoding="utf-8"))
+    assert config["lora_alpha"] == 7
+    assert isinstance(config["lora_alpha"], int)
+    assert config["target_modules"] == list(ALL_TARGETS)
+
+
+def test_mlx_files_have_full_paths_and_the_scale(tmp_path):
+    paths = write(tmp_path, make_arrays())
+    config = json.loads((paths.mlx / "adapter_config.json").read_text(encoding="utf-8"))
+    assert config["num_layers"] == 12
+    assert config["lora_parameters"]["scale"] == pytest.approx(7 / 3)
+    assert config["lora_parameters"]["keys"][0] == "self_attn.q_proj"
+    assert config["lora_parameters"]["keys"][-1] == "mlp.down_proj"
+    stored = load_file(paths.mlx / "adapters.safetensors")
+    assert stored["model.layers.3.self_attn.q_proj.lora_a"].shape == (16, 3)
+
+
+def without_layer_4(arrays):
+    return {name: array for name, array in arrays.items() if ".layers.4." not in name}
+
+
+def with_zero_b(arrays):
+    name = "model.layers.2.self_attn.v_proj.lora_b"
+    return arrays | {name: np.zeros_like(arrays[name])}
+
+
+def with_nan(arrays):
+    name = "model.layers.0.mlp.up_proj.lora_a"
+    return arrays | {name: np.full_like(arrays[name], np.nan)}
+
+
+def with_other_rank(arrays):
+    name = "model.layers.0.mlp.up_proj.lora_a"
+    return arrays | {name: arrays[name][:, :2]}
+
+
+def with_extra(arrays):
+    return arrays | {"model.layers.12.mlp.up_proj.lora_a": np.ones((16, 3), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without_layer_4, "misses model.layers.4.mlp.down_proj.lora_a"),
+        (with_zero_b, "does nothing after 5 steps in model.layers.2.self_attn.v_proj.lora_b"),
+        (with_nan, "is NaN in model.layers.0.mlp.up_proj.lora_a"),
+        (with_other_rank, "is not of rank 3 in model.layers.0.mlp.up_proj.lora_a"),
+        (with_extra, "did not train: model.layers.12.mlp.up_proj.lora_a"),
+    ],
+)
+def test_an_adapter_that_is_not_whole_is_not_written(tmp_path, spoil, message):
+    with pytest.raises(NumericsError) as caught:
+        write(tmp_path, spoil(make_arrays()))
+    assert message in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_zero_adapter_before_any_step_is_allowed(tmp_path):
+    arrays = {n: a * (0 if n.endswith("b") else 1) for n, a in make_arrays().items()}
+    write(tmp_path, arrays, steps=0)
+
+
+def test_a_format_that_loses_something_is_caught_and_the_old_folder_stays(tmp_path, monkeypatch):
+    paths = write(tmp_path, make_arrays(seed=1))
+
+    def forgets_to_transpose(arrays):
+        return {
+            f"base_model.model.{n[:-1]}{n[-1].upper()}.weight": (
+                a.T if not n.endswith("q_proj.lora_a") else a.reshape(a.shape[::-1])
+            ).copy()
+            for n, a in arrays.items()
+        }
+
+    monkeypatch.setattr(
+        adapters,
+        "PEFT",
+        adapters.Format(
+            name="peft",
+            weights_file=PEFT.weights_file,
+            metadata=PEFT.metadata,
+            to_arrays=forgets_to_transpose,
+            to_config=PEFT.to_config,
+            from_arrays=PEFT.from_arrays,
+            from_config=PEFT.from_config,
+        ),
+    )
+    with pytest.raises(NumericsError, match=r"differs in .*layers\.0\.self_attn\.q_proj\.lora_a"):
+        write(tmp_path, make_arrays(seed=2))
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mlx", "peft"]
+    name = "model.layers.0.self_attn.q_proj.lora_a"
+    np.testing.assert_array_equal(read_adapter(paths.peft).arrays[name], make_arrays(seed=1)[name])
+
+
+def test_16_bit_adapters_of_others_are_read(tmp_path):
+    paths = write(tmp_path, make_arrays())
+    exact = {n: np.round(a * 8) / 8 for n, a in make_arrays().items()}  # exact in bf16
+    header, body = {}, b""
+    for name, array in PEFT.to_arrays(exact).items():
+        upper = (array.view(np.uint32) >> 16).astype("<u2").tobytes()
+        offsets = [len(body), len(body) + len(upper)]
+        header[name] = {"dtype": "BF16", "shape": list(array.shape), "data_offsets": offsets}
+        body += upper
+    text = json.dumps(header).encode()
+    weights = struct.pack("<Q", len(text)) + text + body
+    (paths.peft / "adapter_model.safetensors").write_bytes(weights)
+    found = read_adapter(paths.peft)
+    for name, array in exact.items():
+        np.testing.assert_array_equal(found.arrays[name], array)
+
+
+def edit_config(folder, **changes):
+    file = folder / "adapter_config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(config | changes), encoding="utf-8")
+
+
+def test_rank_stabilised_adapters_keep_their_strength(tmp_path):
+    lora = LoraConfig(rank=4, alpha=8.0, targets=("q_proj",))
+    paths = write(tmp_path, make_arrays(lora), lora=lora)
+    edit_config(paths.peft, use_rslora=True)
+    assert read_adapter(paths.peft).lora.scale == pytest.approx(8 / 4**0.5)
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "message"),
+    [
+        ("peft", {"use_dora": True}, "'use_dora' cannot be read"),
+        ("peft", {"modules_to_save": ["lm_head"]}, "'modules_to_save' cannot be read"),
+        ("peft", {"alpha_pattern": {"q_proj": 3}}, "'alpha_pattern' cannot be read"),
+        ("peft", {"r": 4}, "its config says rank 4"),
+        ("peft", {"lora_alpha": "16"}, "'lora_alpha' must be a number"),
+        ("mlx", {"fine_tune_type": "dora"}, "fine_tune_type 'dora' cannot be read"),
+        ("mlx", {"lora_parameters": {"rank": 3}}, "'scale' must be a number"),
+    ],
+)
+def test_foreign_adapters_that_would_change_meaning_are_refused(tmp_path, form, changes, message):
+    folder = getattr(write(tmp_path, make_arrays()), form)
+    edit_config(folder, **changes)
+    with pytest.raises(ConfigError) as caught:
+        read_adapter(folder)
+    assert message in str(caught.value)
+
+
+def test_files_that_are_no_adapter(tmp_path):
+    with pytest.raises(ConfigError, match="is not an adapter"):
+        read_adapter(tmp_path / "bogus")
+    folder = write(tmp_path, make_arrays()).peft
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors cannot be read"):
+        read_adapter(folder)
+    weights.rename(folder / "adapter_model.bin")
+    with pytest.raises(ConfigError, match="is a pickle"):
+        read_adapter(folder)

@@ -1,0 +1,106 @@
+"""Memory formulas against published sizes and a measured layer."""
+
+from __future__ import annotations
+
+import pytest
+
+from exo_train.config import ALL_TARGETS
+from exo_train.plan.memory import (
+    ADAPTER_STATE_BYTES,
+    LOGITS_CHUNK_TOKENS,
+    ModelShape,
+    activation_bytes_per_token,
+    adapter_params,
+    boundary_cost,
+    decoder_params,
+    pseudo_layer_costs,
+)
+
+LLAMA_8B = ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    tied_embeddings=False,
+)
+SMALL = ModelShape(
+    num_layers=4,
+    hidden_size=256,
+    intermediate_size=704,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=128,
+    tied_embeddings=True,
+)
+
+
+def costs(shape=LLAMA_8B, **changes):
+    options = {
+        "weight_bytes_per_param": 2,
+        "lora_rank": 16,
+        "targets": ALL_TARGETS,
+        "microbatch_tokens": 512,
+        "activation_bytes": 2,
+        "checkpoint_activations": False,
+    }
+    return pseudo_layer_costs(shape, **(options | changes))
+
+
+def test_parameters_are_llama_8b():
+    assert decoder_params(LLAMA_8B) == 218_112_000  # as counted in transformers
+    untrained = costs(lora_rank=0)
+    assert sum(cost.static_bytes for cost in untrained) == 2 * 8_030_261_248
+
+
+def test_adapter_of_llama_8b_is_42_million_values():
+    assert 32 * adapter_params(LLAMA_8B, lora_rank=16, targets=ALL_TARGETS) == 41_943_040
+    assert ADAPTER_STATE_BYTES == 16
+
+
+@pytest.mark.parametrize(
+    ("activation_bytes", "targets", "measured"),
+    [
+        (4, ALL_TARGETS, 18184),
+        (2, ALL_TARGETS, 16776),
+        (2, ("q_proj", "v_proj"), 9704),
+    ],
+)
+def test_activations_equal_the_measured_layer(activation_bytes, targets, measured):
+    """Bytes per token of a decoder layer in transformers + peft, rank 8 (see the docstring)."""
+    found = activation_bytes_per_token(
+        SMALL, lora_rank=8, targets=targets, activation_bytes=activation_bytes
+    )
+    assert found == measured
+
+
+def test_checkpointing_keeps_only_the_layer_input():
+    plain, checkpointed = costs()[1], costs(checkpoint_activations=True)[1]
+    assert checkpointed.per_microbatch_bytes == 512 * 4096 * 2
+    assert checkpointed.per_microbatch_bytes < plain.per_microbatch_bytes / 30
+    assert checkpointed.workspace_bytes > plain.per_microbatch_bytes
+
+
+def test_logits_are_bounded_by_the_chunk():
+    long, longer = costs(microbatch_tokens=4096)[-1], costs(microbatch_tokens=8192)[-1]
+    assert long.workspace_bytes == longer.workspace_bytes
+    assert long.workspace_bytes == LOGITS_CHUNK_TOKENS * 128256 * 10
+
+
+def test_quantised_layers_keep_a_16_bit_vocabulary():
+    embedding, layer, *_ = costs(weight_bytes_per_param=4.5 / 8, lora_rank=0)
+    assert embedding.static_bytes == 128256 * 4096 * 2
+    assert layer.static_bytes == 122_688_000
+
+
+def test_head_shares_a_tied_matrix():
+    assert costs()[-1].tied_bytes == 0
+    assert costs(SMALL)[-1].tied_bytes == 128 * 256 * 2
+
+
+def test_boundary_holds_what_came_and_what_goes():
+    cost = boundary_cost(hidden_size=4096, microbatch_tokens=512, wire_bytes=2)
+    assert cost.per_microbatch_bytes == 2 * 512 * 4096 * 2
