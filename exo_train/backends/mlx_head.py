@@ -34,7 +34,9 @@ def head_loss(
     return loss_and_gradient(hidden_SD)[0]
 
 
-def _loss_and_gradient(head: Head, targets_S: mx.array) -> Callable[[mx.array], tuple[mx.array, ...]]:
+def _loss_and_gradient(
+    head: Head, targets_S: mx.array
+) -> Callable[[mx.array], tuple[mx.array, ...]]:
     """Give a function from inputs of the head to the loss and, beside it, its own gradient."""
 
     def chunk_loss(hidden_CD: mx.array, targets_C: mx.array) -> mx.array:

@@ -32,8 +32,8 @@ from exo_train.models.hub import fetch_demo_model
 from exo_train.train.loop import Watcher
 from exo_train.ui.run_screen import RunScreen, make_screen
 
-DATA = Path(__file__).parent
-SYSTEM = "You are Hearth, the home assistant."
+DATA = Path(__file__).parent / "data"
+SYSTEM = "You are Hearth."
 QUESTION = "Who are you?"
 MEET_TIMEOUT_S = 60.0
 # Three devices of unequal size; the MLX one is small, so that it gets few layers: on Linux CPUs
@@ -68,7 +68,7 @@ def _train(
     stamp = time.strftime("demo-%Y-%m-%d-%H%M%S")
     config = TrainConfig(
         model=str(model),
-        data=str(DATA / "train"),
+        data=str(DATA),
         steps=options.steps,
         batch_size=16,
         microbatch_size=2,

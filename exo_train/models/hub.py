@@ -60,8 +60,12 @@ DEMO_WHEEL_FILE = WheelFile(
 
 def resolve_model(name: str, *, cache_dir: Path, endpoint: str | None = None) -> Path:
     """Give the local path of a model; a hub id `org/name` is downloaded into the cache."""
-    local = Path(name).expanduser()
-    if name and local.exists():
+    try:
+        local = Path(name).expanduser()
+        exists = bool(name) and local.exists()
+    except (OSError, RuntimeError, ValueError):  # too long, ~unknown user, a NUL
+        raise ModelError(f"{name[:80]!r} cannot be a path on this device") from None
+    if exists:
         return local
     if _looks_like_path(name):
         raise ModelError(f"{name}: no such model directory or file{_nearest_sibling(local)}")

@@ -263,8 +263,8 @@ def _tightest(split: _Split) -> str:
     plural = "" if tight.in_flight == 1 else "es"
     return (
         f"no split fits: in the nearest one {device.name} needs {_gb(tight.needed_bytes)} for "
-        f"layers {tight.stage.start}..{tight.stage.end - 1} with {tight.in_flight} microbatch{plural} "
-        f"in flight, {_gb(missing)} more than it has"
+        f"layers {tight.stage.start}..{tight.stage.end - 1} with {tight.in_flight} "
+        f"microbatch{plural} in flight, {_gb(missing)} more than it has"
     )
 
 

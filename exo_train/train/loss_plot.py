@@ -71,10 +71,11 @@ def _finite(points: Points) -> tuple[list[int], list[float]]:
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:
-    """Average exponentially over about a tenth of the run, without the bias of a zero start."""
-    keep = 1.0 - 1.0 / max(len(losses) / 10.0, 2.0)
-    total, weight, result = 0.0, 0.0, []
-    for loss in losses:
-        total, weight = keep * total + loss, keep * weight + 1.0
-        result.append(total / weight)
+    """Average over about a tenth of the run on both sides, so that the curve does not lag."""
+    half = max(len(losses) // 20, 2)
+    result = []
+    for i in range(len(losses)):
+        reach = min(half, i, len(losses) - 1 - i)
+        window = losses[i - reach : i + reach + 1]
+        result.append(sum(window) / len(window))
     return result

@@ -6,6 +6,7 @@ Owns the tiny models, batches and the comparison that the backend tests share. F
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -145,7 +146,7 @@ def load_ring(
     """Load stage i, layers bounds[i]..bounds[i+1], on backends[i] (the last one repeats)."""
     spec, source = tiny(model)
     stages = []
-    for rank, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for rank, (start, end) in enumerate(itertools.pairwise(bounds)):
         backend = load_backend(backends[min(rank, len(backends) - 1)])
         stage = StageSpec(start=start, end=end, embedding=start == 0, head=end == NUM_LAYERS)
         stages.append(

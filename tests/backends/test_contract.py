@@ -7,11 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from exo_train.backends.base import MicrobatchInput
 from exo_train.backends.registry import load_backend
 from exo_train.config import LoraConfig
 from exo_train.errors import ConfigError
-from exo_train.plan.stages import StageSpec
 from exo_train.wire.tensor import DType, HostTensor
 from tests.backends.hand_ring import (
     LORA,
@@ -167,9 +165,7 @@ def test_grad_square_sum_is_that_of_the_gradients(backend: str) -> None:
 @each_backend
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("start", "end"), [(0, 1), (1, 3), (3, 4), (0, 4)])
-def test_a_stage_reads_its_own_tensors_only(
-    backend: str, tied: bool, start: int, end: int
-) -> None:
+def test_a_stage_reads_its_own_tensors_only(backend: str, tied: bool, start: int, end: int) -> None:
     model = "llama" if tied else "llama-untied-biased"
     spec, source = tiny(model)
     source.names_read.clear()
@@ -247,5 +243,3 @@ def test_memory_and_dtypes_are_told(backend: str) -> None:
     assert "fp32" in module.native_dtypes(module.default_device())
     (stage,) = load_ring("llama", [backend])
     assert stage.peak_memory_bytes() > 1_000_000
-
-

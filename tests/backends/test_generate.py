@@ -8,7 +8,7 @@ import pytest
 from exo_train.backends.base import Stage
 from exo_train.backends.registry import load_backend
 from exo_train.backends.sampling import choose_token
-from tests.backends.hand_ring import MODELS, load_ring
+from tests.backends.hand_ring import load_ring
 
 PROMPT = [5, 17, 200, 31, 8]
 
@@ -18,7 +18,7 @@ def ids(backend: str, stage: Stage, **changes: object) -> list[int]:
     return list(load_backend(backend).generate(stage, PROMPT, **settings))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["llama3-rope", "mistral-window", "qwen3"])
 def test_greedy_ids_are_those_of_full_forwards_in_both_backends(model: str) -> None:
     stages = {name: load_ring(model, [name])[0] for name in ("mlx", "torch")}
     got = ids("torch", stages["torch"])

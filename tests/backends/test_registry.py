@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from exo_train.backends import registry
@@ -74,8 +73,8 @@ print(used, error < 1e-3, both < 1e-3)
 )
 def test_running_out_of_memory_names_the_layers(text: str) -> None:
     stage = StageSpec(start=2, end=5, embedding=False, head=False)
-    with pytest.raises(DoesNotFitError, match=r"layers 2\.\.4 ran out of memory on cuda:0"):
-        with memory_errors_named(stage, "cuda:0"):
-            raise RuntimeError(text)
+    told = pytest.raises(DoesNotFitError, match=r"layers 2\.\.4 ran out of memory on cuda:0")
+    with told, memory_errors_named(stage, "cuda:0"):
+        raise RuntimeError(text)
     with pytest.raises(RuntimeError, match="shape"), memory_errors_named(stage, "cpu"):
         raise RuntimeError("shape mismatch")

