@@ -28,8 +28,12 @@ from exo_train.transport.channel import open_channel
 from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb.control_pb2_grpc import ControlStub
 
+ANOTHER_CLUSTER = "another cluster"  # a refusal that reveals no more
 MAX_SUGGESTIONS = 256
 MAX_PARALLEL_HELLOS = 16
+MAX_OTHER_CLUSTERS = 32
+MAX_REFUSALS_SAID = 64
+GOODBYE_TIMEOUT_S = 1.0
 FORGET_SUGGESTION_AFTER_S = 120.0
 
 log = logging.getLogger(__name__)
@@ -58,12 +62,16 @@ class Meeting:
         self._self_id = facts().node_id
         self._table = MembershipTable(self._self_id)
         self._suggested: dict[Address, tuple[NodeId | None, float]] = {}
-        self._refused: set[tuple[Address, str]] = set()
+        self._said: set[str] = set()
         self._channels: dict[Address, grpc.Channel] = {}
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
+        self._asking: set[Address] = set()
+        # Two pools: addresses that swallow packets cost HELLO_TIMEOUT_S each, and the heartbeats
+        # of live members must not queue behind them.
         self._pool = ThreadPoolExecutor(MAX_PARALLEL_HELLOS, thread_name_prefix="hello")
+        self._search_pool = ThreadPoolExecutor(MAX_PARALLEL_HELLOS, thread_name_prefix="search")
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -74,14 +82,19 @@ class Meeting:
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout=2 * HELLO_TIMEOUT_S)
+        self._pool.shutdown(cancel_futures=True)  # a hello after the goodbye would undo it
+        self._search_pool.shutdown(wait=False, cancel_futures=True)
         goodbye = pb.GoodbyeRequest(cluster=self.cluster, node_id=self._self_id)
-        for member in self.live():
-            for address in member.proven[:1]:
-                try:
-                    ControlStub(self._channel(address)).Goodbye(goodbye, timeout=1.0)
-                except grpc.RpcError:
-                    log.debug("no goodbye to %s", address)
-        self._pool.shutdown(wait=False)
+        calls = [
+            ControlStub(self._channel(m.proven[0])).Goodbye.future(
+                goodbye, timeout=GOODBYE_TIMEOUT_S
+            )
+            for m in self.live()
+            if m.proven
+        ]
+        for call in calls:
+            if call.exception() is not None:
+                log.debug("a goodbye was not heard: %s", call.exception())
         for channel in self._channels.values():
             channel.close()
 
@@ -100,7 +113,8 @@ class Meeting:
     def seen(self, node_id: NodeId, cluster: str, addresses: tuple[Address, ...]) -> None:
         """Take in what mDNS heard."""
         if cluster != self.cluster:
-            self.other_clusters.add(cluster)
+            if len(self.other_clusters) < MAX_OTHER_CLUSTERS:
+                self.other_clusters.add(cluster)
             return
         for address in addresses:
             self.suggest(address, node_id)
@@ -122,7 +136,7 @@ class Meeting:
                 f"install the same version of exo-train on both",
             )
         if request.cluster != self.cluster:
-            return pb.HelloReply(protocol=PROTOCOL_VERSION, refusal="another cluster")
+            return pb.HelloReply(protocol=PROTOCOL_VERSION, refusal=ANOTHER_CLUSTER)
         if request.expected_node_id not in ("", self._self_id):
             return pb.HelloReply(protocol=PROTOCOL_VERSION, refusal="another device answers here")
         facts, incarnation, addresses = from_node_facts(request.sender)
@@ -175,8 +189,9 @@ class Meeting:
 
     def _beat(self) -> None:
         while not self._stopping:
-            for address, node_id in self._targets():
-                self._pool.submit(self._ask, address, node_id)
+            for address, node_id, is_member in self._targets():
+                pool = self._pool if is_member else self._search_pool
+                pool.submit(self._ask, address, node_id)
             with self._lock:
                 changed = self._table.tick(now_s=time.monotonic())
             for member in changed:
@@ -185,8 +200,11 @@ class Meeting:
             self._wake.wait(HEARTBEAT_S)
             self._wake.clear()
 
-    def _targets(self) -> list[tuple[Address, NodeId | None]]:
-        """Choose whom to ask now: each member where it answered last, others where suggested."""
+    def _targets(self) -> list[tuple[Address, NodeId | None, bool]]:
+        """Choose whom to ask now: each member where it answered last, others where suggested.
+
+        The last value tells the first kind; an address still being asked is left out.
+        """
         now_s = time.monotonic()
         with self._lock:
             live = {m.facts.node_id: m for m in self._table.live()}
@@ -195,9 +213,8 @@ class Meeting:
                 for address, (node_id, since_s) in self._suggested.items()
                 if now_s - since_s < FORGET_SUGGESTION_AFTER_S or address in self._lasting
             }
-            targets: dict[Address, NodeId | None] = {
-                m.proven[0]: node_id for node_id, m in live.items() if m.proven
-            }
+            members = {m.proven[0]: node_id for node_id, m in live.items() if m.proven}
+            targets: dict[Address, NodeId | None] = dict(members)
             proven = {node_id for node_id, m in live.items() if m.proven}
             for address, (node_id, _) in self._suggested.items():
                 if node_id is None or node_id not in proven:
@@ -207,30 +224,33 @@ class Meeting:
                 if silent and member.state is not MemberState.LEFT:
                     for address in member.addresses:
                         targets.setdefault(address, node_id)
-        for address in self._lasting:
-            targets.setdefault(address, None)
-        return list(targets.items())
+            for address in self._lasting:
+                targets.setdefault(address, None)
+            chosen = [(a, n, a in members) for a, n in targets.items() if a not in self._asking]
+            self._asking.update(address for address, _, _ in chosen)
+        return chosen
 
     def _ask(self, address: Address, node_id: NodeId | None) -> None:
-        request = pb.HelloRequest(
-            protocol=PROTOCOL_VERSION,
-            cluster=self.cluster,
-            sender=self._own(),
-            expected_node_id=node_id or "",
-        )
         try:
+            request = pb.HelloRequest(
+                protocol=PROTOCOL_VERSION,
+                cluster=self.cluster,
+                sender=self._own(),
+                expected_node_id=node_id or "",
+            )
             reply = ControlStub(self._channel(address)).Hello(request, timeout=HELLO_TIMEOUT_S)
             self._take_reply(address, reply)
         except grpc.RpcError as error:
             log.debug("no hello from %s: %s", address, error)
         except ExoTrainError as error:
             log.warning("hello from %s ignored: %s", address, error)
+        finally:
+            with self._lock:
+                self._asking.discard(address)
 
     def _take_reply(self, address: Address, reply: pb.HelloReply) -> None:
         if reply.refusal:
-            if (address, reply.refusal) not in self._refused and reply.refusal != "another cluster":
-                log.info("%s refuses: %s", address, reply.refusal)
-            self._refused.add((address, reply.refusal))
+            self._take_refusal(address, reply)
             return
         if reply.cluster != self.cluster:
             raise ProtocolError("it answers for another cluster")
@@ -245,6 +265,26 @@ class Meeting:
             if all(m.facts.node_id != other.node_id for m in self.live()):
                 for other_address in other_addresses:
                     self.suggest(other_address, other.node_id)
+
+    def _take_refusal(self, address: Address, reply: pb.HelloReply) -> None:
+        """Say it once, in our words: what a stranger sends is not for the screen."""
+        if reply.protocol != PROTOCOL_VERSION:
+            sentence = (
+                f"{address} speaks protocol {reply.protocol}, this device {PROTOCOL_VERSION}; "
+                f"install the same version of exo-train on both"
+            )
+        elif address in self._lasting and reply.refusal == ANOTHER_CLUSTER:
+            sentence = (
+                f"{address} belongs to another cluster than '{self.cluster}'; give both the same "
+                f"EXO_TRAIN_CLUSTER"
+            )
+        else:
+            return
+        with self._lock:
+            if sentence in self._said or len(self._said) >= MAX_REFUSALS_SAID:
+                return
+            self._said.add(sentence)
+        self._say(sentence)
 
     def _channel(self, address: Address) -> grpc.Channel:
         with self._lock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from exo_train.cluster.hardware import MAX_OVERRIDE_FACTOR
+from exo_train.cluster.home import has_control_characters
 from exo_train.errors import ProtocolError
 from exo_train.peer import Address, DeviceFacts, NodeId
 from exo_train.train.messages import from_endpoints, to_endpoints
@@ -38,10 +40,10 @@ def from_node_facts(message: pb.NodeFacts) -> tuple[DeviceFacts, int, tuple[Addr
     texts = (message.name, message.backend, message.device, message.chip, message.version)
     if (
         len(message.node_id) != 32
-        or any(len(text) > MAX_TEXT_CHARS or not text.isprintable() for text in texts)
+        or any(len(text) > MAX_TEXT_CHARS or has_control_characters(text) for text in texts)
         or len(message.dtypes) > 8
         or len(message.endpoints) > MAX_ENDPOINTS
-        or message.usable_memory_bytes > message.memory_bytes * 4
+        or message.usable_memory_bytes > message.memory_bytes * MAX_OVERRIDE_FACTOR
     ):
         raise ProtocolError("a device sent facts about itself that make no sense")
     facts = DeviceFacts(

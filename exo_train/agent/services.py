@@ -145,5 +145,5 @@ class LocalService(LocalServicer):
 
     def _check(self, context: grpc.ServicerContext) -> None:
         given = dict(context.invocation_metadata()).get(TOKEN_METADATA, "")
-        if not secrets.compare_digest(str(given), self._token):
+        if not secrets.compare_digest(str(given).encode(), self._token.encode()):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not this agent's")

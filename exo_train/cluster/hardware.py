@@ -16,13 +16,14 @@ from pathlib import Path
 
 import psutil
 
+from exo_train.cluster.cgroup import read_memory_limit
 from exo_train.errors import ConfigError
 
+MAX_OVERRIDE_FACTOR = 4  # others take a device that claims more for a broken one
 RESERVE_FRACTION = 0.12  # of what is free: for the system and the frameworks' own needs
 # Metal's recommended working set is about this share of unified memory (measured by others on
 # 16 to 192 GB Macs; the exact number needs Metal, which only the worker may load).
 METAL_WORKING_SET_FRACTION = 0.70
-_CGROUP_UNLIMITED = 1 << 60
 
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*$", re.IGNORECASE)
 
@@ -44,7 +45,10 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"'{text}' is not a size; write it like 8GB or 512MB")
     base = 1024 if match[3] else 1000
     power = " KMGT".index(match[2].upper() or " ")
-    return int(float(match[1]) * base**power)
+    size_bytes = int(float(match[1]) * base**power)
+    if size_bytes == 0:
+        raise ConfigError(f"'{text}' is no memory at all; write a size like 8GB or 512MB")
+    return size_bytes
 
 
 def detect(
@@ -64,23 +68,28 @@ def detect(
             dtypes = ("fp32", "fp16")
     else:
         chip = _cpu_name()
-        total = min(psutil.virtual_memory().total, _cgroup_limit())
-        free = available_memory_bytes()
-        dtypes = ("fp32", "bf16", "fp16") if backend == "torch" else ("fp32",)
+        total, free = _process_memory_bytes()
+        # 16 bits work on CPUs, where asked for; few are faster with them.
+        dtypes = ("fp32", "bf16", "fp16")
         if device == "gpu":
             free = min(free, int(total * METAL_WORKING_SET_FRACTION))
             dtypes = ("bf16", "fp16", "fp32")
+    if memory_bytes is not None and memory_bytes > MAX_OVERRIDE_FACTOR * total:
+        raise ConfigError(
+            f"{memory_bytes / 1e9:.1f} GB to offer is more than {MAX_OVERRIDE_FACTOR} times what "
+            f"{device} has ({total / 1e9:.1f} GB); give a smaller --memory"
+        )
     usable = memory_bytes if memory_bytes is not None else int(free * (1 - RESERVE_FRACTION))
     return Hardware(backend, device, chip, total, usable, dtypes)
 
 
-def available_memory_bytes() -> int:
-    """Give memory that can be taken now without swapping, container limits included."""
-    free = psutil.virtual_memory().available
-    limit = _cgroup_limit()
-    if limit < psutil.virtual_memory().total:
-        free = min(free, max(0, limit - psutil.Process().memory_info().rss))
-    return free
+def _process_memory_bytes() -> tuple[int, int]:
+    """Give all memory, and what can be taken now without swapping; container limits included."""
+    memory = psutil.virtual_memory()
+    limit = read_memory_limit() if sys.platform == "linux" else None
+    if limit is None:
+        return memory.total, memory.available
+    return min(memory.total, limit.limit_bytes), min(memory.available, limit.free_bytes)
 
 
 def _choose_backend(wanted: str) -> str:
@@ -157,22 +166,3 @@ def _cpu_name() -> str:
         except OSError:
             pass
     return f"{platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
-
-
-def _cgroup_limit() -> int:
-    """Give the smallest cgroup memory limit up the tree (v2, then v1), or a huge number."""
-    if sys.platform != "linux":
-        return _CGROUP_UNLIMITED
-    candidates = [
-        *Path("/sys/fs/cgroup").glob("memory.max"),
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-    ]
-    limits = [_CGROUP_UNLIMITED]
-    for path in candidates:
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdecimal():
-            limits.append(int(text))
-    return min(limits)

@@ -12,11 +12,12 @@ import os
 import secrets
 import socket
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
 import platformdirs
 import psutil
 
@@ -25,7 +26,11 @@ from exo_train.peer import NodeId
 
 MAX_NAME_CHARS = 60
 MAX_STATE_FILE_BYTES = 64 * 1024
+MAX_REMEMBERED_PEERS = 32
+CLAIM_TIMEOUT_S = 10.0
 DEFAULT_CLUSTER = "home"
+# UAX #9, 2.1 to 2.4: they reorder the text around them on the screen.
+BIDI_CONTROLS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,8 @@ class Home:
     def next_incarnation(self) -> int:
         """Count a start of the agent; survives restarts."""
         node_id = self.node_id()
-        incarnation = int(self._read("node.json").get("incarnation", 0)) + 1
+        stored = self._read("node.json").get("incarnation")
+        incarnation = stored + 1 if isinstance(stored, int) else 1
         self._write("node.json", {"node_id": node_id, "incarnation": incarnation})
         return incarnation
 
@@ -98,34 +104,61 @@ class Home:
 
     def claim(self, *, local_port: int, control_port: int, token: str) -> None:
         """Write this process down as the home's agent; refused while another one runs."""
+        with self._lock():
+            self.check_free()
+            self._write(
+                "agent.json",
+                {
+                    "pid": os.getpid(),
+                    "started_s": psutil.Process().create_time(),
+                    "local_port": local_port,
+                    "control_port": control_port,
+                    "token": token,
+                },
+            )
+
+    def check_free(self) -> None:
+        """Raise ConfigError, naming the process, while another one is this home's agent."""
         other = self.agent()
         if other is not None and other.pid != os.getpid():
             raise ConfigError(
                 f"an agent of this home already runs (pid {other.pid}, port {other.control_port}); "
                 f"stop it, or give this one another home with EXO_TRAIN_HOME"
             )
-        self._write(
-            "agent.json",
-            {
-                "pid": os.getpid(),
-                "started_s": psutil.Process().create_time(),
-                "local_port": local_port,
-                "control_port": control_port,
-                "token": token,
-            },
-        )
 
     def release(self) -> None:
+        """Take this process' claim back; another one's stays."""
+        other = self.agent()
+        if other is not None and other.pid != os.getpid():
+            return
         with contextlib.suppress(FileNotFoundError):
             (self.path / "agent.json").unlink()
 
     def remembered_peers(self) -> list[str]:
         """Give HOST:PORT of peers met earlier, newest first."""
         peers = self._read("peers.json").get("peers", [])
-        return [p for p in peers if isinstance(p, str)] if isinstance(peers, list) else []
+        known = [p for p in peers if isinstance(p, str)] if isinstance(peers, list) else []
+        return known[:MAX_REMEMBERED_PEERS]
 
     def remember_peers(self, peers: list[str]) -> None:
-        self._write("peers.json", {"peers": peers})
+        """Put `peers` before those met earlier; whoever is away today may be back tomorrow."""
+        known = list(dict.fromkeys([*peers, *self.remembered_peers()]))[:MAX_REMEMBERED_PEERS]
+        if known != self.remembered_peers():
+            self._write("peers.json", {"peers": known})
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Keep two agents that start at once from both finding the home free."""
+        lock = filelock.FileLock(self.path / "agent.lock", timeout=CLAIM_TIMEOUT_S)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except (OSError, filelock.Timeout) as error:
+            raise _cannot_write(self.path / "agent.lock", error) from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.path / name
@@ -146,12 +179,11 @@ class Home:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 json.dump(content, file)
+                file.flush()
+                os.fsync(file.fileno())  # a power cut must not cost this device its identity
             temporary.replace(self.path / name)
         except OSError as error:
-            raise ConfigError(
-                f"cannot write {self.path / name}: {error.strerror or error}; "
-                f"choose another directory with EXO_TRAIN_HOME"
-            ) from None
+            raise _cannot_write(self.path / name, error) from None
 
 
 def open_home() -> Home:
@@ -166,12 +198,32 @@ def default_device_name() -> str:
 
 def clean_name(name: str) -> str:
     """Refuse control characters and cut to what fits; names are for people, not for dialling."""
-    if any(unicodedata.category(c) in ("Cc", "Cs") for c in name):
+    if has_control_characters(name):
         raise ConfigError(f"the name {name!r} has control characters; choose one without")
     name = name.strip()
     if not name:
         raise ConfigError("the name is empty; choose one with --name")
-    return name[:MAX_NAME_CHARS]
+    return name[:MAX_NAME_CHARS].strip()
+
+
+def has_control_characters(text: str) -> bool:
+    """Tell whether printing it could move the cursor, break the line or turn the text around.
+
+    Not `str.isprintable`: that refuses joined emoji, and what it knows grows with Python's
+    version, so that a new emoji in a name would keep an older device from meeting it.
+    """
+    return any(
+        unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")
+        or unicodedata.bidirectional(c) in BIDI_CONTROLS
+        for c in text
+    )
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot write {path}: {error.strerror or error}; "
+        f"choose another directory with EXO_TRAIN_HOME"
+    )
 
 
 def _is_running(endpoint: AgentEndpoint) -> bool:

@@ -16,6 +16,8 @@ SUSPECT_AFTER_S = 6.0  # three heartbeats missed
 DEAD_AFTER_S = 15.0
 FORGET_AFTER_S = 600.0
 MAX_MEMBERS = 64
+# A hello sent just before the goodbye may come in this much later; it must not undo it.
+LEFT_ECHO_S = 5.0
 
 
 class MemberState(enum.Enum):
@@ -54,7 +56,8 @@ class MembershipTable:
     ) -> bool:
         """Take in an authentic sign of life; True when the member is new or came back.
 
-        A lower incarnation is an echo of an earlier start and is ignored.
+        A lower incarnation is an echo of an earlier start and is ignored; so is the same one
+        for a moment after its goodbye.
         """
         node_id = facts.node_id
         if node_id == self.self_id:
@@ -62,7 +65,7 @@ class MembershipTable:
         known = self.members.get(node_id)
         if known is None and len(self.members) >= MAX_MEMBERS:
             return False
-        if known and incarnation < known.incarnation:
+        if known and _is_echo(known, incarnation, now_s):
             return False
         was_live = known is not None and known.state in (MemberState.ALIVE, MemberState.SUSPECT)
         restarted = known is not None and incarnation > known.incarnation
@@ -112,6 +115,12 @@ class MembershipTable:
         """Members that answered lately, in id order."""
         wanted = (MemberState.ALIVE, MemberState.SUSPECT)
         return [m for _, m in sorted(self.members.items()) if m.state in wanted]
+
+
+def _is_echo(known: Member, incarnation: int, now_s: float) -> bool:
+    if incarnation == known.incarnation and known.state is MemberState.LEFT:
+        return now_s - known.since_s < LEFT_ECHO_S
+    return incarnation < known.incarnation
 
 
 def view_hash(ids: list[tuple[NodeId, int]]) -> str:

@@ -150,26 +150,20 @@ def activation_bytes_per_token(
 ) -> int:
     """Give what one decoder layer keeps per token for its backward pass, without checkpointing.
 
-    The frozen weights need no input kept, so the layer keeps 4h + 2a + 2k + 3f values: both
-    norms' inputs and outputs, q, k, v, the attention's output, gate, up and their activation.
-    Adapters compute in fp32: in 16-bit runs each target keeps its own fp32 copy of its input,
-    which more than doubles the whole; in fp32 runs only down_proj's input is not there already.
-    Then the rank-r products, and the fp32 sums of softmax and norms. Measured: bytes in
-    `saved_tensors_hooks` of transformers 5.24 (sdpa) with peft 0.21, h=256, f=704, in fp32 and
-    bf16, for all seven targets: equal. For fewer targets in fp32 up to 7 % less than this.
+    The frozen weights need no input kept. What stays: both norms' inputs (in fp32), q, k, v, the
+    attention's output, gate, up and the activated gate; and what adapters read, where nobody else
+    keeps it: the norms' outputs and down_proj's input. Then the rank-r products (fp32) and the
+    fp32 sums of softmax and norms. Measured: bytes seen by `saved_tensors_hooks` in the PyTorch
+    stage (transformers 5.24, sdpa), h=256, f=704, fp32 and bf16, all targets and q, v: equal.
+    PEFT keeps an fp32 copy of each adapter's input instead, 1.6 times as much in bf16.
     """
-    values = (
-        4 * shape.hidden_size
-        + 2 * shape.attention_size
-        + 2 * shape.kv_size
-        + 3 * shape.intermediate_size
-    )
-    if activation_bytes < _FP32_BYTES:
-        lora_inputs = sum(shape.projection(target)[0] for target in targets)
-    else:
-        lora_inputs = shape.intermediate_size if "down_proj" in targets else 0
-    extra = lora_inputs + lora_rank * len(targets) + shape.num_heads + 2
-    return values * activation_bytes + extra * _FP32_BYTES
+    h, f = shape.hidden_size, shape.intermediate_size
+    values = 2 * shape.attention_size + 2 * shape.kv_size + 3 * f
+    values += h * (not {"q_proj", "k_proj", "v_proj"}.isdisjoint(targets))
+    values += h * (not {"gate_proj", "up_proj"}.isdisjoint(targets))
+    values += f * ("down_proj" in targets)
+    fp32_values = 2 * h + lora_rank * len(targets) + shape.num_heads + 2
+    return values * activation_bytes + fp32_values * _FP32_BYTES
 
 
 def _rounded(num_bytes: float) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +114,6 @@ class Plan:
         for place, rank in enumerate(self.ranks):
             if rank.rank != place:
                 raise ProtocolError(f"plan lists rank {rank.rank} ({rank.name}) at place {place}")
-        _refuse_twice([rank.node_id for rank in self.ranks])
         self._check_layers()
         for rank in self.ranks:
             for has_it, place, part in (
@@ -157,14 +155,6 @@ class Plan:
 def _layers(start: int, end: int) -> str:
     """Name layers [start, end) with their verb: 'layers 14..15 have', 'layer 3 has'."""
     return f"layer {start} has" if end == start + 1 else f"layers {start}..{end - 1} have"
-
-
-def _refuse_twice(node_ids: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for node_id in node_ids:
-        if node_id in seen:
-            raise ProtocolError(f"plan has device {node_id} at two ranks")
-        seen.add(node_id)
 
 
 def _with_floats(settings: LoraConfig | OptimizerConfig) -> dict[str, Any]:

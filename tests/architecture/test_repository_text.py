@@ -1,0 +1,72 @@
+"""What the repository's text files say: a true file tree, and nothing of a builder's machine."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from source_tree import PACKAGE, ROOT, place
+
+README = ROOT / "README.md"
+# One letter of each in brackets, so that this file does not find itself.
+FOREIGN = re.compile(r"/[w]ork/|/tmp/[w]\b|/opt/[p]ypi|[c]laude|[a]nthropic", re.IGNORECASE)
+TREE_LINE = re.compile(r"(?P<indent>[\s│├└─]*)(?P<names>[\w.-]+/?(?:\s*,\s*[\w.-]+/?)*)(?:\s|$)")
+
+
+def _readme_tree() -> set[str]:
+    """Read the block of the README that starts with `exo_train/`: indented names, then prose."""
+    block = re.search(r"^```\w*\n(exo_train/.*?)^```", README.read_text("utf-8"), re.M | re.S)
+    assert block, "README.md has no fenced block that starts with exo_train/"
+    paths: set[str] = set()
+    parents: list[tuple[int, str]] = []
+    for line in block[1].splitlines():
+        match = TREE_LINE.match(line)
+        if match is None:
+            continue
+        depth = len(match["indent"])
+        while parents and parents[-1][0] >= depth:
+            parents.pop()
+        above = parents[-1][1] if parents else ""
+        for name in re.split(r"\s*,\s*", match["names"]):
+            if name.endswith("/") or "." in name:
+                paths.add(above + name)
+                folder = above + name if name.endswith("/") else above
+        parents.append((depth, folder))
+    return paths
+
+
+@pytest.mark.skipif(not README.exists(), reason="README.md is not written yet")
+def test_readme_tree_is_true() -> None:
+    tree = _readme_tree()
+    missing = sorted(path for path in tree if not (ROOT / path).exists())
+    assert not missing, f"README.md's tree names {missing}, which do not exist"
+    listed = {path for path in tree if re.fullmatch(r"exo_train/[^/]+/?", path)}
+    packages = {f"{place(init.parent)}/" for init in PACKAGE.glob("*/__init__.py")}
+    modules = {place(path) for path in PACKAGE.glob("[!_]*.py")}
+    assert {path for path in listed if "/__" not in path} == packages | modules
+
+
+def _repository_files() -> Iterator[Path]:
+    """Give what git tracks or would add."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout, so there is no list of the repository's files")
+    for name in listed.stdout.decode("utf-8").split("\0"):
+        if name and (ROOT / name).is_file():
+            yield ROOT / name
+
+
+def test_nothing_of_a_builders_machine() -> None:
+    found = {}
+    for path in _repository_files():
+        match = FOREIGN.search(place(path)) or FOREIGN.search(
+            path.read_bytes().decode("utf-8", errors="ignore")
+        )
+        if match:
+            found[place(path)] = match[0]
+    assert not found

@@ -1,0 +1,54 @@
+"""The examples run as a reader would run them, and what they print is true."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_example(name: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples" / name)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_ring_of_three_learns_like_one_rank() -> None:
+    pytest.importorskip("torch")
+    printed = run_example("one_process_ring.py")
+    layers = re.findall(r"^rank \d+: \w+, layers (\d+)\.\.(\d+)$", printed, re.MULTILINE)
+    assert [int(first) for first, _ in layers[:2]] == [0, 0]
+    assert len(layers) == 4, "one rank first, then three"
+    assert all(int(a[1]) + 1 == int(b[0]) for a, b in itertools.pairwise(layers[1:]))
+    rows = re.findall(r"^ +\d+ +(\d+\.\d+) +(\d+\.\d+)$", printed, re.MULTILINE)
+    one, ring = ([float(row[column]) for row in rows] for column in (0, 1))
+    assert len(one) == 5
+    assert ring == pytest.approx(one, rel=1e-5)
+    assert one[-1] < one[0] - 0.2, "it must learn, or equal losses prove nothing"
+
+
+def test_the_planned_split_covers_the_model_and_fits() -> None:
+    printed = run_example("plan_a_split.py")
+    line = re.compile(r"^(\S+) .*layers (\d+)\.\.(\d+).*: (\d+\.\d) of (\d+\.\d) GB", re.MULTILINE)
+    stages = line.findall(printed)
+    assert [name for name, *_ in stages] == ["macbook", "mac-mini", "den-pc"]
+    owned = [layer for _, a, b, *_ in stages for layer in range(int(a), int(b) + 1)]
+    assert owned == list(range(28))
+    assert all(float(needed) <= float(usable) for *_, needed, usable in stages)
+    assert "does not fit: the model needs at least" in printed
+    assert "GB too little" in printed
