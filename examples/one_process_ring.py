@@ -2,8 +2,10 @@
 
     python examples/one_process_ring.py
 
-Prints both runs' losses. They agree to float tolerance: that is the property the project rests
-on. Where MLX and PyTorch are both installed, the ring mixes them. Exits with 1 if they differ.
+Prints loss and gradient norm of both runs. They agree to float tolerance: that is the property the
+project rests on. (Losses alone would not do: AdamW takes the same step for gradients that are all
+twice as large.) Where MLX and PyTorch are both installed, the ring mixes them. Exits with 1 if the
+runs differ.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from exo_train.train.ring import Ring, WeightsAccess
 
 STEPS = 5
 TIMEOUT_S = 60.0
-TOLERANCE = 1e-5  # relative, fp32
+TOLERANCE = 1e-4  # relative, fp32: where frameworks differ in the order of sums
 CONFIG = TrainConfig(batch_size=8, max_seq_length=32, learning_rate=1e-2, dtype="fp32")
 VOCAB_SIZE = 128
 MODEL = {
@@ -59,17 +61,17 @@ def main() -> int:
         model = write_random_model(Path(folder))
         one = train(model, available[-1:])
         ring = train(model, mixed)
-    print("step   one rank   three ranks")
-    for step, (a, b) in enumerate(zip(one, ring, strict=True), start=1):
-        print(f"{step:>4}   {a:.6f}   {b:.6f}")
-    difference = max(abs(a - b) / a for a, b in zip(one, ring, strict=True))
+    print("step   loss: one, three ranks   gradient norm: one, three ranks")
+    for step, ((loss_1, norm_1), (loss_3, norm_3)) in enumerate(zip(one, ring, strict=True), 1):
+        print(f"{step:>4}   {loss_1:.6f}  {loss_3:.6f}   {norm_1:.6f}  {norm_3:.6f}")
+    difference = float(np.max(np.abs(np.array(ring) / np.array(one) - 1)))
     equal = difference <= TOLERANCE
     print(f"largest relative difference {difference:.1e}: {'equal' if equal else 'NOT EQUAL'}")
     return 0 if equal else 1
 
 
-def train(model: Path, backends: Sequence[str]) -> list[float]:
-    """Give the loss of each step on a ring with one rank per backend."""
+def train(model: Path, backends: Sequence[str]) -> list[tuple[float, float]]:
+    """Give loss and gradient norm of each step on a ring with one rank per backend."""
     spec, source = open_model(model)
     manifest = build_manifest(source, spec, cache_dir=None)
     devices = [make_device(rank, backend) for rank, backend in enumerate(backends)]
@@ -78,14 +80,14 @@ def train(model: Path, backends: Sequence[str]) -> list[float]:
         print(f"rank {rank.rank}: {rank.backend}, layers {rank.stage.start}..{rank.stage.end - 1}")
     network = LocalNetwork()
     access = WeightsAccess(manifest=manifest, endpoints=(), token="", coordinator_name="here")
-    with Ring(plan, [LocalRank(network, model) for _ in plan.ranks]) as ring:
+    with Ring(plan, [LocalRank(network, model, fault="backward:1.01" if r.rank == 1 else "") for r in plan.ranks]) as ring:
         ring.prepare()
         ring.load(access, step_timeout_s=TIMEOUT_S)
         return [train_step(ring, plan, step) for step in range(1, STEPS + 1)]
 
 
-def train_step(ring: Ring, plan: Plan, step: int) -> float:
-    """Run and commit one step as the training loop does; give its loss."""
+def train_step(ring: Ring, plan: Plan, step: int) -> tuple[float, float]:
+    """Run and commit one step as the training loop does; give its loss and gradient norm."""
     batches = BatchPlan(examples=random_rows(), batch_size=CONFIG.batch_size, seed=CONFIG.seed)
     batch = batches.batch_for_step(step - 1)
     microbatches = split_microbatches(
@@ -101,7 +103,7 @@ def train_step(ring: Ring, plan: Plan, step: int) -> float:
         grad_scale=clip_scale(grad_norm, CONFIG.max_grad_norm),
         timeout_s=TIMEOUT_S,
     )
-    return float(reports[-1].loss_sum * loss_scale)
+    return reports[-1].loss_sum * loss_scale, grad_norm
 
 
 def make_device(rank: int, backend: str) -> Candidate:

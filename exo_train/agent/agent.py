@@ -10,12 +10,16 @@ import contextlib
 import json
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
+
 import exo_train
+from exo_train.agent.announcing import Announcer
 from exo_train.agent.meeting import Meeting
 from exo_train.agent.protocol import PROTOCOL_VERSION
 from exo_train.agent.run_session import WorkerSettings
@@ -24,7 +28,7 @@ from exo_train.backends.registry import available_backends
 from exo_train.cluster.discovery import Discovery
 from exo_train.cluster.hardware import Hardware, detect
 from exo_train.cluster.home import Home, clean_name, default_device_name
-from exo_train.cluster.interfaces import usable_addresses
+from exo_train.cluster.interfaces import LocalAddress, usable_addresses
 from exo_train.cluster.membership import MemberState, view_hash
 from exo_train.errors import ConfigError, PeerError
 from exo_train.peer import Address, DeviceFacts
@@ -39,6 +43,10 @@ CONTROL_THREADS = 48  # a Run stream keeps one for the run; the rest answer hell
 LOCAL_THREADS = 4
 STATUS_SCHEMA = 1
 LOOPBACK = "127.0.0.1"
+ALL_HOSTS = "0.0.0.0"
+UPKEEP_S = 2.0
+UPKEEP_END_S = 3.0  # mDNS may be starting just then
+SERVER_STOP_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +79,22 @@ class Agent:
         self._started_s = time.monotonic()
         self._hardware()  # a wrong backend or device is said before anything listens
         self._port = 0
-        self._discovery: Discovery | None = None
+        self._ended = threading.Event()
 
     def __enter__(self) -> Agent:
-        running = self._home.agent()
-        if running is not None:
-            self._home.claim(local_port=0, control_port=0, token="")  # says who is running
-        token = secrets.token_hex(16)
-        self._weights = WeightServer(self._listen_hosts())
+        with contextlib.ExitStack() as stack:  # closes what is open already when a step fails
+            self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._stack.close()
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        """Start all parts; they end in the reverse order, the home's claim last."""
+        self._home.check_free()
+        stack.callback(self._home.release)
+        self._weights = stack.enter_context(WeightServer(self._listen_hosts()))
         self._meeting = Meeting(
             cluster=self._home.cluster,
             incarnation=self._home.next_incarnation(),
@@ -88,34 +104,34 @@ class Agent:
             say=self._say,
         )
         self._control = ControlService(self._meeting, self._worker_settings)
-        self._control_server = new_server(max_workers=CONTROL_THREADS, name="control")
-        add_ControlServicer_to_server(self._control, self._control_server)
-        self._port = self._bind_all()
+        control_server = new_server(max_workers=CONTROL_THREADS, name="control")
+        stack.callback(lambda: control_server.stop(SERVER_STOP_S).wait())
+        add_ControlServicer_to_server(self._control, control_server)
+        self._port = self._bind_all(control_server)
+        token = secrets.token_hex(16)
         self._local = LocalService(
             token=token,
             status=lambda: json.dumps(self.status()),
             weights=self._weights,
             weights_addresses=self._weights_addresses,
         )
-        self._local_server = new_server(max_workers=LOCAL_THREADS, name="local")
-        add_LocalServicer_to_server(self._local, self._local_server)
-        local_port = bind(self._local_server, LOOPBACK)
+        local_server = new_server(max_workers=LOCAL_THREADS, name="local")
+        stack.callback(lambda: local_server.stop(SERVER_STOP_S).wait())
+        add_LocalServicer_to_server(self._local, local_server)
+        local_port = bind(local_server, LOOPBACK)
         self._home.claim(local_port=local_port, control_port=self._port, token=token)
-        self._control_server.start()
-        self._local_server.start()
-        self._meet()
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._home.remember_peers([str(m.proven[0]) for m in self._meeting.live() if m.proven])
-        if self._discovery is not None:
-            self._discovery.close()
-        self._control.close()
-        self._meeting.close()
-        self._control_server.stop(1.0).wait()
-        self._local_server.stop(0.5).wait()
-        self._weights.close()
-        self._home.release()
+        control_server.start()
+        local_server.start()
+        for remembered in self._home.remembered_peers():
+            with contextlib.suppress(ConfigError):
+                self._meeting.suggest(Address.parse(remembered))
+        self._meeting.start()
+        stack.callback(self._meeting.close)
+        stack.callback(self._control.close)
+        upkeep = threading.Thread(target=self._upkeep, name="upkeep", daemon=True)
+        upkeep.start()
+        stack.callback(upkeep.join, UPKEEP_END_S)
+        stack.callback(self._ended.set)
 
     @property
     def port(self) -> int:
@@ -146,53 +162,71 @@ class Agent:
             "run": self._control.run_status(),
         }
 
-    def _meet(self) -> None:
-        self._meeting.start()
-        for remembered in self._home.remembered_peers():
-            with contextlib.suppress(ConfigError):
-                self._meeting.suggest(Address.parse(remembered))
-        addresses = usable_addresses(self._options.interface)
-        if not addresses:
-            self._say("no usable network yet: only this device can train")
-        elif self._options.discover:
+    def _upkeep(self) -> None:
+        """Follow the network, and remember whom this device met, until the agent ends."""
+        announcer = Announcer(self._discover, say=self._say)
+        is_ending = False
+        while not is_ending:
+            if self._options.discover:
+                is_alone = not self._meeting.members()
+                announcer.follow(self._usable(), is_alone=is_alone, now_s=time.monotonic())
+            is_ending = self._ended.wait(UPKEEP_S)
+            proven = [str(m.proven[0]) for m in self._meeting.live() if m.proven]
             try:
-                self._discovery = Discovery(
-                    self._node_id,
-                    cluster=self._home.cluster,
-                    protocol=PROTOCOL_VERSION,
-                    port=self._port,
-                    addresses=addresses,
-                    on_seen=self._meeting.seen,
-                )
-            except OSError as error:
-                self._say(f"mDNS does not work here ({error}); name a device with --peer HOST:PORT")
+                self._home.remember_peers(proven)
+            except ConfigError as error:  # a full disk must not end this thread
+                log.warning("%s", error)
+        announcer.close()
+
+    def _discover(self, addresses: list[LocalAddress]) -> Discovery:
+        return Discovery(
+            self._node_id,
+            cluster=self._home.cluster,
+            protocol=PROTOCOL_VERSION,
+            port=self._port,
+            addresses=addresses,
+            on_seen=self._meeting.seen,
+        )
+
+    def _usable(self) -> list[LocalAddress]:
+        """Give the addresses to advertise; none while the named interface is away."""
+        try:
+            return usable_addresses(self._options.interface)
+        except ConfigError:
+            return []
 
     def _listen_hosts(self) -> tuple[str, ...]:
         """Give the hosts to bind: only the interface's when one is named, else all."""
         if self._options.interface is None:
-            return ("0.0.0.0",)
-        return tuple(a.host for a in usable_addresses(self._options.interface) if a.is_ipv4) or (
-            "0.0.0.0",
-        )
+            return (ALL_HOSTS,)
+        hosts = tuple(a.host for a in usable_addresses(self._options.interface) if a.is_ipv4)
+        if not hosts:
+            raise ConfigError(
+                f"interface '{self._options.interface}' has no IPv4 address, and IPv6 alone is not "
+                f"supported yet; choose another one"
+            )
+        return hosts
 
-    def _bind_all(self) -> int:
+    def _bind_all(self, server: grpc.Server) -> int:
         hosts = self._listen_hosts()
-        port = bind(self._control_server, hosts[0], self._options.port)
+        port = bind(server, hosts[0], self._options.port)
         for host in (*hosts[1:], LOOPBACK):
-            if host not in hosts[:1] and hosts[0] != "0.0.0.0":
+            if host not in hosts[:1] and hosts[0] != ALL_HOSTS:
                 try:
-                    bind(self._control_server, host, port)
+                    bind(server, host, port)
                 except PeerError as error:
                     log.warning("not listening on %s: %s", host, error)
         return port
 
     def _addresses(self) -> tuple[Address, ...]:
-        hosts = [a.host for a in usable_addresses(self._options.interface) if a.is_ipv4]
+        hosts = [a.host for a in self._usable() if a.is_ipv4]
         return tuple(Address(host, self._port) for host in hosts[:8] or [LOOPBACK])
 
     def _weights_addresses(self) -> tuple[Address, ...]:
-        port = self._weights.addresses[0].port
-        return tuple(Address(a.host, port) for a in self._addresses())
+        served = self._weights.addresses
+        if served[0].host != ALL_HOSTS:
+            return served
+        return tuple(Address(a.host, served[0].port) for a in self._addresses())
 
     def _hardware(self) -> Hardware:
         options = self._options

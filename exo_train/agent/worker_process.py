@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from exo_train.errors import ProtocolError
 from exo_train.wire.framing import frame, read_message
 
 STOP_TIMEOUT_S = 5.0
@@ -24,7 +25,10 @@ log = logging.getLogger(__name__)
 
 
 class WorkerProcess:
-    """Callbacks come from the reader thread: `on_message` for each, then `on_exit` once."""
+    """Callbacks come from the reader thread: `on_message` for each, then `on_exit` once.
+
+    `module` is the program; it must end when its standard input does.
+    """
 
     def __init__(
         self,
@@ -33,13 +37,14 @@ class WorkerProcess:
         log_path: Path,
         on_message: Callable[[bytes], None],
         on_exit: Callable[[str], None],
+        module: str = "exo_train.worker",
     ) -> None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
             log_path.unlink()
         with log_path.open("ab") as log_file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "exo_train.worker", *arguments],
+                [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
@@ -77,11 +82,17 @@ class WorkerProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        while (message := read_message(self._process.stdout)) is not None:
-            self._on_message(message)
+        reason = ""
+        try:
+            while (message := read_message(self._process.stdout)) is not None:
+                self._on_message(message)
+        except ProtocolError as error:
+            reason = f"its worker sent no messages but noise ({error}); log: {self._log_path}"
+            self._process.kill()
         code = self._process.wait()
         self._process.stdout.close()
-        self._on_exit("" if code == 0 or self._stopping else self._describe(code))
+        ended_well = code == 0 or self._stopping
+        self._on_exit(reason or ("" if ended_well else self._describe(code)))
 
     def _describe(self, code: int) -> str:
         """Say why a worker ended, as well as its exit code tells."""

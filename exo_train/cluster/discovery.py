@@ -6,6 +6,7 @@ The record carries a node id, port, cluster tag and protocol version, nothing el
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import queue
@@ -24,12 +25,15 @@ from zeroconf import (
 )
 
 from exo_train.cluster.interfaces import LocalAddress
+from exo_train.errors import PeerError
 from exo_train.peer import Address, NodeId
 
 SERVICE_TYPE = "_exo-train._tcp.local."
 RESOLVE_TIMEOUT_MS = 3000
+CLOSE_CHECK_S = 0.2
 MAX_PENDING_NAMES = 256
 MAX_ADDRESSES = 16
+MAX_LOOKUPS = 5  # of one name, when the record comes without its details
 
 OnSeen = Callable[[NodeId, str, tuple[Address, ...]], None]
 
@@ -39,7 +43,8 @@ log = logging.getLogger(__name__)
 class Discovery:
     """Announces one agent and reports others as (node id, cluster tag, addresses).
 
-    `on_seen` is called from this object's own thread.
+    `on_seen` is called from this object's own thread. Making one takes a second: it asks the
+    network whether the name is free. Raises PeerError when mDNS does not work.
     """
 
     def __init__(
@@ -54,11 +59,9 @@ class Discovery:
     ) -> None:
         self._node_id = node_id
         self._on_seen = on_seen
-        self._names: queue.Queue[str | None] = queue.Queue(MAX_PENDING_NAMES)
-        self._zeroconf = Zeroconf(
-            interfaces=[a.host for a in addresses if a.is_ipv4] or None,  # type: ignore[arg-type]
-            ip_version=IPVersion.V4Only if any(a.is_ipv4 for a in addresses) else IPVersion.V6Only,
-        )
+        self._names: queue.Queue[str] = queue.Queue(MAX_PENDING_NAMES)
+        self._lookups: dict[str, int] = {}
+        self._closing = False
         self._info = ServiceInfo(
             SERVICE_TYPE,
             f"{node_id}.{SERVICE_TYPE}",
@@ -67,7 +70,15 @@ class Discovery:
             properties={"id": node_id, "cluster": cluster, "v": str(protocol)},
             server=f"{node_id}.local.",
         )
-        self._zeroconf.register_service(self._info)
+        try:
+            self._zeroconf = _open(addresses)
+        except (OSError, ZeroconfError) as error:
+            raise _does_not_work(error) from None
+        try:
+            self._zeroconf.register_service(self._info)
+        except (OSError, ZeroconfError) as error:
+            self._zeroconf.close()
+            raise _does_not_work(error) from None
         self._thread = threading.Thread(target=self._resolve_all, name="discovery", daemon=True)
         self._thread.start()
         self._browser = ServiceBrowser(
@@ -76,9 +87,10 @@ class Discovery:
 
     def close(self) -> None:
         """Say goodbye on the network and stop."""
+        self._closing = True
         self._browser.cancel()
-        self._names.put(None)
-        self._zeroconf.unregister_service(self._info)
+        with contextlib.suppress(OSError, ZeroconfError):  # the network may be gone by now
+            self._zeroconf.unregister_service(self._info)
         self._zeroconf.close()
         self._thread.join(timeout=5)
 
@@ -91,20 +103,34 @@ class Discovery:
     ) -> None:
         if state_change is ServiceStateChange.Removed or name.startswith(self._node_id):
             return
+        self._lookups.pop(name, None)
+        self._look_up_later(name)
+
+    def _look_up_later(self, name: str) -> None:
         try:
             self._names.put_nowait(name)
         except queue.Full:
-            log.warning("too many mDNS names at once; '%s' is looked up later", name)
+            log.debug("too many mDNS names at once; '%s' is left out", name)
 
     def _resolve_all(self) -> None:
-        while (name := self._names.get()) is not None:
+        while not self._closing:
+            try:
+                name = self._names.get(timeout=CLOSE_CHECK_S)
+            except queue.Empty:
+                continue
             try:
                 info = self._zeroconf.get_service_info(SERVICE_TYPE, name, RESOLVE_TIMEOUT_MS)
             except (ZeroconfError, OSError, RuntimeError) as error:
-                log.warning("mDNS look-up of '%s' failed: %s", name, error)
-                continue
+                log.debug("mDNS look-up of '%s' failed: %s", name, error)
+                info = None
             if info is not None:
+                self._lookups.pop(name, None)
                 self._report(info)
+            elif (
+                self._lookups.get(name, 0) < MAX_LOOKUPS and len(self._lookups) < MAX_PENDING_NAMES
+            ):
+                self._lookups[name] = self._lookups.get(name, 0) + 1
+                self._look_up_later(name)
 
     def _report(self, info: ServiceInfo) -> None:
         """Pass on what a record says, if it has the shape of ours; it is not to be trusted."""
@@ -117,6 +143,20 @@ class Discovery:
         if dialable:
             addresses = tuple(Address(host, info.port) for host in dialable)
             self._on_seen(NodeId(node_id), cluster, addresses)
+
+
+def _open(addresses: list[LocalAddress]) -> Zeroconf:
+    hosts = [a.host for a in addresses if a.is_ipv4]
+    if hosts:
+        return Zeroconf(interfaces=list(hosts), ip_version=IPVersion.V4Only)
+    return Zeroconf(ip_version=IPVersion.V6Only)
+
+
+def _does_not_work(error: Exception) -> PeerError:
+    return PeerError(
+        f"mDNS does not work here ({type(error).__name__}: {error}); name a device with "
+        f"--peer HOST:PORT"
+    )
 
 
 def _needs_zone(host: str) -> bool:

@@ -6,6 +6,7 @@ Owns the choice among network interfaces. Must not open a connection.
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import ifaddr
@@ -42,14 +43,17 @@ class LocalAddress:
     is_ipv4: bool
 
 
-def usable_addresses(interface: str | None = None) -> list[LocalAddress]:
+def usable_addresses(
+    interface: str | None = None, *, adapters: Iterable[ifaddr.Adapter] | None = None
+) -> list[LocalAddress]:
     """List addresses to advertise, IPv4 first; only those of `interface` when it is named.
 
-    Raises ConfigError when the named interface does not exist or has no address.
+    `adapters` are this machine's, unless given. Raises ConfigError when the named interface does
+    not exist or has no address.
     """
     found: list[LocalAddress] = []
     names: set[str] = set()
-    for adapter in ifaddr.get_adapters():
+    for adapter in ifaddr.get_adapters() if adapters is None else adapters:
         label = str(adapter.nice_name or adapter.name)
         names.add(label)
         chosen = interface in (label, str(adapter.name))

@@ -4,7 +4,9 @@ Pure arithmetic. Symbols: h hidden size, a heads x head_dim, k kv_heads x head_d
 size, V vocabulary, r adapter rank, n tokens of one microbatch (sequences x positions).
 
 The formulas leave out what a process takes before it holds a model (interpreter, framework, GPU
-context): that belongs in the reserve that a device subtracts from its memory.
+context): that belongs in the reserve that a device subtracts from its memory. They follow the
+PyTorch stage. The MLX stage keeps only inputs in flight, but its backward recomputes the stage
+with attention scores in full (heads x sequence more values per token and layer).
 """
 
 from __future__ import annotations

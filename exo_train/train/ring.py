@@ -251,13 +251,16 @@ class Ring:
             self._check_waiting(deadline_s, missing, what)
 
     def _note(self, index: int, event: Event) -> bool:
-        """Keep what an event says; True when it is a failure."""
+        """Keep what an event says; True when it is a failure.
+
+        A rank's first failure is kept: what follows (its stream ends) follows from it.
+        """
         rank = self._ranks[index]
         rank.last_heard_s = time.monotonic()
         if isinstance(event, ExoTrainError):
-            rank.failure = event
+            rank.failure = rank.failure or event
         elif event.WhichOneof("body") == "failure":
-            rank.failure = from_failure(event.failure, where=rank.plan.name)
+            rank.failure = rank.failure or from_failure(event.failure, where=rank.plan.name)
         elif event.WhichOneof("body") == "progress":
             rank.phase = event.progress.phase
         return rank.failure is not None

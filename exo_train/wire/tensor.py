@@ -42,8 +42,9 @@ class HostTensor:
     def __post_init__(self) -> None:
         expected = math.prod(self.shape) * self.dtype.num_bytes
         if len(self.data) != expected:
-            raise ValueError(f"{self.dtype.name} {self.shape} needs {expected} bytes, "
-                             f"got {len(self.data)}")
+            raise ValueError(
+                f"{self.dtype.name} {self.shape} needs {expected} bytes, got {len(self.data)}"
+            )
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +53,7 @@ class HostTensor:
     @classmethod
     def from_numpy(cls, array: np.ndarray) -> HostTensor:
         """Take a float32, float16 or int32 array (any layout)."""
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array, order="C")
         for dtype, numpy_dtype in _NUMPY.items():
             if array.dtype == numpy_dtype:
                 return cls(dtype, array.shape, array.data.cast("B") if array.size else b"")

@@ -16,10 +16,10 @@ FOREIGN = re.compile(r"/[w]ork/|/tmp/[w]\b|/opt/[p]ypi|[c]laude|[a]nthropic", re
 TREE_LINE = re.compile(r"(?P<indent>[\s│├└─]*)(?P<names>[\w.-]+/?(?:\s*,\s*[\w.-]+/?)*)(?:\s|$)")
 
 
-def _readme_tree() -> set[str]:
-    """Read the block of the README that starts with `exo_train/`: indented names, then prose."""
-    block = re.search(r"^```\w*\n(exo_train/.*?)^```", README.read_text("utf-8"), re.M | re.S)
-    assert block, "README.md has no fenced block that starts with exo_train/"
+def _file_tree(text: str) -> set[str]:
+    """Read the fenced block that starts with `exo_train/`: indented names, then half a line."""
+    block = re.search(r"^```\w*\n(exo_train/.*?)^```", text, re.M | re.S)
+    assert block, "there is no fenced block that starts with exo_train/"
     paths: set[str] = set()
     parents: list[tuple[int, str]] = []
     for line in block[1].splitlines():
@@ -29,18 +29,39 @@ def _readme_tree() -> set[str]:
         depth = len(match["indent"])
         while parents and parents[-1][0] >= depth:
             parents.pop()
-        above = parents[-1][1] if parents else ""
+        above = folder = parents[-1][1] if parents else ""
         for name in re.split(r"\s*,\s*", match["names"]):
-            if name.endswith("/") or "." in name:
+            if name.endswith("/"):
+                folder = above + name
+            if name.endswith("/") or Path(name).suffix:
                 paths.add(above + name)
-                folder = above + name if name.endswith("/") else above
         parents.append((depth, folder))
     return paths
 
 
+@pytest.mark.parametrize("indents", [("  ", "    "), ("├── ", "│   └── ")])
+def test_file_tree_is_read_by_its_indents(indents: tuple[str, str]) -> None:
+    one, two = indents
+    lines = [
+        "exo_train/  the package",
+        f"{one}plan/  who gets what; e.g. rank 0",
+        f"{two}memory.py, stages.py  bytes and layers",
+        f"{one}errors.py  the tree of errors",
+        "proto/",
+    ]
+    assert _file_tree("\n".join(["# Title", "```text", *lines, "```"])) == {
+        "exo_train/",
+        "exo_train/plan/",
+        "exo_train/plan/memory.py",
+        "exo_train/plan/stages.py",
+        "exo_train/errors.py",
+        "proto/",
+    }
+
+
 @pytest.mark.skipif(not README.exists(), reason="README.md is not written yet")
 def test_readme_tree_is_true() -> None:
-    tree = _readme_tree()
+    tree = _file_tree(README.read_text("utf-8"))
     missing = sorted(path for path in tree if not (ROOT / path).exists())
     assert not missing, f"README.md's tree names {missing}, which do not exist"
     listed = {path for path in tree if re.fullmatch(r"exo_train/[^/]+/?", path)}

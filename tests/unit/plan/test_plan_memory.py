@@ -81,7 +81,7 @@ def test_activations_equal_the_measured_layer(activation_bytes, targets, measure
 def test_checkpointing_keeps_only_the_layer_input():
     plain, checkpointed = costs()[1], costs(checkpoint_activations=True)[1]
     assert checkpointed.per_microbatch_bytes == 512 * 4096 * 2
-    assert checkpointed.per_microbatch_bytes < plain.per_microbatch_bytes / 30
+    assert checkpointed.per_microbatch_bytes < plain.per_microbatch_bytes / 20
     assert checkpointed.workspace_bytes > plain.per_microbatch_bytes
 
 

@@ -1,0 +1,201 @@
+"""Agents as a household runs them: processes that meet over mDNS, end, crash and come back.
+
+All on this machine's loopback, in clusters of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from exo_train.cluster.membership import DEAD_AFTER_S, view_hash
+from exo_train.peer import NodeId
+from tests.agent.running_agents import RunningAgent, loopback_interface, wait_met, wait_until
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.xdist_group("agents"),
+    pytest.mark.skipif(sys.platform == "win32", reason="ends agents with POSIX signals"),
+]
+
+MEMBER_KEYS = {
+    "id",
+    "name",
+    "state",
+    "backend",
+    "device",
+    "memory_bytes",
+    "usable_memory_bytes",
+    "addresses",
+}
+
+Start = Callable[..., RunningAgent]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("household")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> str:
+    return f"test-{secrets.token_hex(4)}"
+
+
+@pytest.fixture(scope="module")
+def pair(root: Path, cluster: str) -> Iterator[tuple[RunningAgent, RunningAgent]]:
+    """Two agents that have only mDNS to find each other."""
+    options = ["--interface", loopback_interface()]
+    agents = [RunningAgent(name, root, cluster, options) for name in ("studio", "den-pc")]
+    try:
+        for agent in agents:
+            agent.start()
+        wait_met(agents)
+        yield agents[0], agents[1]
+    finally:
+        for agent in agents:
+            agent.close()
+
+
+@pytest.fixture
+def start(root: Path, cluster: str) -> Iterator[Start]:
+    """Starts one more agent; it is gone after the test."""
+    started: list[RunningAgent] = []
+
+    def start(name: str, *options: str, cluster: str = cluster) -> RunningAgent:
+        options = ("--interface", loopback_interface(), *options)
+        agent = RunningAgent(name, root, cluster, options)
+        started.append(agent)
+        agent.start()
+        return agent
+
+    yield start
+    for agent in started:
+        agent.close()
+
+
+def test_all_members_tell_the_same_story(pair: tuple[RunningAgent, RunningAgent]) -> None:
+    done = [agent.run("status", "--json") for agent in pair]
+    assert [d.returncode for d in done] == [0, 0], done
+    first, second = (json.loads(d.stdout) for d in done)
+    expected = view_hash([(NodeId(agent.id), agent.incarnation) for agent in pair])
+    assert first["view_hash"] == second["view_hash"] == expected
+    assert (first["self"], second["self"]) == (pair[0].id, pair[1].id)
+    assert first["schema"] == 1
+    assert first["cluster"] == pair[0].cluster
+    assert first["links"] == []
+    assert first["run"] is None
+    for status in (first, second):
+        assert {m["name"]: m["state"] for m in status["members"]} == {
+            "studio": "alive",
+            "den-pc": "alive",
+        }
+        for member in status["members"]:
+            assert member.keys() >= MEMBER_KEYS
+            assert member["usable_memory_bytes"] > 0
+    addresses = {m["id"]: m["addresses"] for m in first["members"]}
+    assert addresses[pair[1].id] == [f"127.0.0.1:{pair[1].port}"]
+
+
+def test_a_second_join_in_the_same_home_is_refused(
+    pair: tuple[RunningAgent, RunningAgent],
+) -> None:
+    done = pair[0].run("join", "--headless")
+    assert done.returncode == 2
+    assert "already runs" in done.stderr
+    assert str(pair[0].process and pair[0].process.pid) in done.stderr
+    assert pair[0].states() == {"studio": "alive", "den-pc": "alive"}
+
+
+def test_an_orderly_end_is_seen_at_once_and_a_return_is_the_same_member(
+    pair: tuple[RunningAgent, RunningAgent], start: Start
+) -> None:
+    laptop = start("laptop")
+    wait_met([*pair, laptop])
+    before = laptop.id, laptop.incarnation
+
+    assert laptop.end(signal.SIGTERM) == 0
+
+    def seen() -> set[str]:
+        return {agent.states().get("laptop", "") for agent in pair}
+
+    wait_until(lambda: seen() == {"left"}, 2.0, lambda: str(seen()))
+    assert "laptop left" in pair[0].output
+
+    laptop.start()
+    wait_met([*pair, laptop])
+    assert (laptop.id, laptop.incarnation) == (before[0], before[1] + 1)
+    hashes = {agent.status()["view_hash"] for agent in (*pair, laptop)}
+    assert hashes == {
+        view_hash([(NodeId(agent.id), agent.incarnation) for agent in (*pair, laptop)])
+    }
+    assert laptop.end(signal.SIGTERM) == 0
+
+
+def test_a_crash_is_seen_within_the_bound_and_a_return_is_the_same_member(
+    pair: tuple[RunningAgent, RunningAgent], start: Start
+) -> None:
+    tower = start("tower", "--peer", f"127.0.0.1:{pair[0].port}")
+    wait_met([*pair, tower], 30.0)
+    assert tower.end(signal.SIGKILL) == -signal.SIGKILL
+
+    def seen() -> set[str]:
+        return {agent.states().get("tower", "") for agent in pair}
+
+    took_s = wait_until(lambda: seen() == {"dead"}, DEAD_AFTER_S + 4, lambda: str(seen()))
+    assert took_s > DEAD_AFTER_S - 4, "slow is not dead"
+    assert "tower has not answered for 15 s" in pair[0].output
+
+    tower.start()
+    wait_met([*pair, tower])
+    assert [m["id"] for m in pair[0].status()["members"] if m["name"] == "tower"] == [tower.id]
+    assert tower.end(signal.SIGTERM) == 0
+
+
+def test_ctrl_c_ends_join_and_leaves_nothing(start: Start) -> None:
+    agent = start("alone", cluster="test-alone")
+    assert agent.process is not None
+    process = psutil.Process(agent.process.pid)
+    children = process.children(recursive=True)
+    port = agent.port
+    assert agent.end(signal.SIGINT) == 0  # within 5 s
+    assert not process.is_running()
+    assert not any(child.is_running() for child in children)
+    assert agent.home.agent() is None
+    assert sorted(p.name for p in agent.home.path.iterdir()) == ["agent.lock", "node.json"]
+    assert "leaving" in agent.output
+    assert "Traceback" not in agent.output
+    assert port not in {c.laddr.port for c in psutil.net_connections("tcp") if c.status == "LISTEN"}
+
+
+def test_another_cluster_is_counted_and_not_joined(
+    pair: tuple[RunningAgent, RunningAgent], start: Start
+) -> None:
+    neighbour = start("neighbour", "--peer", f"127.0.0.1:{pair[0].port}", cluster="test-next-door")
+    wait_until(
+        lambda: "belongs to another cluster than 'test-next-door'" in neighbour.output,
+        10.0,
+        lambda: neighbour.output,
+    )
+    wait_until(
+        lambda: neighbour.status()["other_clusters"] >= 1, 10.0, lambda: str(neighbour.status())
+    )
+    assert neighbour.states() == {"neighbour": "alive"}
+    assert "neighbour" not in pair[0].states()
+    assert neighbour.end(signal.SIGTERM) == 0
+
+
+def test_a_port_that_is_taken_is_named(pair: tuple[RunningAgent, RunningAgent], root: Path) -> None:
+    options = ["--interface", loopback_interface(), "--port", str(pair[0].port)]
+    agent = RunningAgent("late", root, "test-late", options)
+    done = agent.run("join", "--headless", *options)
+    assert done.returncode == 3
+    assert f"port {pair[0].port}" in done.stderr
+    assert agent.home.agent() is None

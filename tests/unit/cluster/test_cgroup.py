@@ -1,0 +1,97 @@
+"""Memory limits of containers and services, from files laid out as the kernel does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from exo_train.cluster.cgroup import MemoryLimit, read_memory_limit
+
+GB = 10**9
+
+
+def lay_out(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_version_2_takes_the_tightest_limit_up_the_tree(tmp_path: Path) -> None:
+    root = lay_out(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/user.slice/job.scope\n",
+            "sys/fs/cgroup/user.slice/memory.max": f"{4 * GB}\n",
+            "sys/fs/cgroup/user.slice/memory.current": f"{3 * GB}\n",
+            "sys/fs/cgroup/user.slice/job.scope/memory.max": f"{6 * GB}\n",
+            "sys/fs/cgroup/user.slice/job.scope/memory.current": f"{1 * GB}\n",
+        },
+    )
+    assert read_memory_limit(root) == MemoryLimit(limit_bytes=4 * GB, free_bytes=1 * GB)
+
+
+def test_file_cache_that_can_be_dropped_is_free(tmp_path: Path) -> None:
+    root = lay_out(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": f"{4 * GB}\n",
+            "sys/fs/cgroup/memory.current": f"{3 * GB}\n",
+            "sys/fs/cgroup/memory.stat": f"anon 5\nfile 9\ninactive_file {2 * GB}\n",
+        },
+    )
+    assert read_memory_limit(root) == MemoryLimit(limit_bytes=4 * GB, free_bytes=3 * GB)
+
+
+def test_version_1_in_a_container_that_sees_its_hosts_path(tmp_path: Path) -> None:
+    root = lay_out(
+        tmp_path,
+        {
+            "proc/self/cgroup": "9:cpu,cpuacct:/docker/ab12\n4:memory:/docker/ab12\n0::/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GB}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GB}\n",
+            "sys/fs/cgroup/memory/memory.stat": f"inactive_file 7\ntotal_inactive_file {GB // 2}\n",
+        },
+    )
+    assert read_memory_limit(root) == MemoryLimit(limit_bytes=2 * GB, free_bytes=3 * GB // 2)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"proc/self/cgroup": "0::/\n"},
+        {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "max\n"},
+        {
+            "proc/self/cgroup": "4:memory:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+        {"proc/self/cgroup": "garbage\n\n::\n", "sys/fs/cgroup/memory.max": "5\n"},
+    ],
+    ids=["no files", "root group", "max", "v1 unlimited", "garbage"],
+)
+def test_no_limit(tmp_path: Path, files: dict[str, str]) -> None:
+    assert read_memory_limit(lay_out(tmp_path, files)) is None
+
+
+def test_a_path_cannot_lead_out_of_the_mount(tmp_path: Path) -> None:
+    root = lay_out(
+        tmp_path,
+        {"proc/self/cgroup": "0::/../../../x\n", "x/memory.max": "5\n"},
+    )
+    assert read_memory_limit(root) is None
+
+
+def test_more_used_than_allowed_leaves_nothing(tmp_path: Path) -> None:
+    root = lay_out(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": "100\n",
+            "sys/fs/cgroup/memory.current": "150\n",
+        },
+    )
+    assert read_memory_limit(root) == MemoryLimit(limit_bytes=100, free_bytes=0)

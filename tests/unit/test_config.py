@@ -1,0 +1,346 @@
+"""Options of a run: what is refused and with which words, and which source wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from exo_train.agent.driver import RESUME_MAY_CHANGE
+from exo_train.cli.train_command import read_options
+from exo_train.config import ALL_TARGETS, TrainConfig
+from exo_train.errors import ConfigError
+
+NAMES = [field.name for field in dataclasses.fields(TrainConfig)]
+DEFAULTS = TrainConfig().to_dict()
+NUMBERS = [name for name, value in DEFAULTS.items() if type(value) in (int, float)]
+WHOLE_NUMBERS = [name for name, value in DEFAULTS.items() if type(value) is int]
+FRACTIONS = [name for name in NUMBERS if name not in WHOLE_NUMBERS]
+
+# Two values of each option, neither of them the default: the file's and the command line's.
+FILE_AND_COMMAND_LINE: dict[str, tuple[Any, Any]] = {
+    "model": ("file-model", "line-model"),
+    "data": ("file.jsonl", "line.jsonl"),
+    "steps": (11, 12),
+    "epochs": (2, 3),
+    "batch_size": (4, 6),
+    "microbatch_size": (2, 1),
+    "max_seq_length": (256, 128),
+    "learning_rate": (1e-3, 5e-5),
+    "lr_schedule": ("constant", "cosine"),
+    "warmup_steps": (5, 7),
+    "min_lr_ratio": (0.5, 0.1),
+    "rank": (16, 4),
+    "alpha": (32.0, 4.0),
+    "dropout": (0.5, 0.1),
+    "targets": (["q_proj"], ["v_proj", "o_proj"]),
+    "weight_decay": (0.1, 0.01),
+    "max_grad_norm": (0.5, 2.0),
+    "seed": (1, 2),
+    "dtype": ("bf16", "fp32"),
+    "wire_dtype": ("fp16", "bf16"),
+    "pipeline_schedule": ("gpipe", "1f1b"),
+    "checkpoint_activations": (True, False),
+    "val_rows": (8, 9),
+    "eval_every": (10, 20),
+    "save_every": (30, 40),
+    "min_devices": (2, 3),
+    "devices": (["den-pc"], ["kitchen-mac", "den-pc"]),
+    "run_dir": ("file-run", "line-run"),
+    "step_timeout_s": (30.0, 60.0),
+}
+# Values that are false to Python and all the same said on purpose.
+FALSE_AND_MEANT: dict[str, Any] = {
+    "steps": 0,
+    "microbatch_size": 0,
+    "warmup_steps": 0,
+    "min_lr_ratio": 0.0,
+    "dropout": 0.0,
+    "weight_decay": 0.0,
+    "max_grad_norm": 0.0,
+    "seed": 0,
+    "checkpoint_activations": False,
+    "val_rows": 0,
+    "eval_every": 0,
+    "save_every": 0,
+    "devices": [],
+    "run_dir": "",
+}
+REQUIRED = {"model": "m", "data": "d.jsonl"}
+
+
+def _from(**values: Any) -> TrainConfig:
+    return TrainConfig.from_mapping(values, source="ours.yaml")
+
+
+def _write(folder: Path, values: dict[str, Any]) -> Path:
+    path = folder / "options.yaml"
+    path.write_text(yaml.safe_dump(values), "utf-8")
+    return path
+
+
+def test_tables_of_this_test_know_every_option() -> None:
+    assert list(FILE_AND_COMMAND_LINE) == NAMES
+    may_be_false = {name for name, value in DEFAULTS.items() if not value}
+    assert may_be_false - REQUIRED.keys() <= FALSE_AND_MEANT.keys()
+
+
+# Unknown keys
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unknown_key_is_refused_with_the_nearest_name(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        _from(**{f"{name}x": 1})
+    assert str(refused.value) == f"ours.yaml: unknown key '{name}x'; did you mean '{name}'?"
+
+
+def test_unknown_key_near_nothing_gets_no_guess() -> None:
+    with pytest.raises(ConfigError, match=r"^ours\.yaml: unknown key 'zzz'$"):
+        _from(zzz=1)
+
+
+def test_key_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown key '8'"):
+        TrainConfig.from_mapping({8: 1}, source="ours.yaml")  # type: ignore[dict-item]
+
+
+def test_dashes_as_on_the_command_line_are_accepted() -> None:
+    assert TrainConfig.from_mapping({"max-seq-length": 64}, source="").max_seq_length == 64
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("text", ["5e-5", '"5e-5"', "5E-5", "5.0e-5", "0.00005", ".5e-4"])
+def test_every_spelling_of_a_learning_rate_is_the_same_number(text: str) -> None:
+    """YAML 1.1 reads `5e-5` as text; to a person it is a number."""
+    config = TrainConfig.from_mapping(yaml.safe_load(f"learning_rate: {text}"), source="")
+    assert config.learning_rate == 5e-5
+    assert type(config.learning_rate) is float
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [True, False, None, [1], {}, "many", ""])
+def test_what_is_no_number_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        _from(**{name: value})
+    assert str(refused.value) == f"ours.yaml: '{name}' must be a number, got {value!r}"
+
+
+@pytest.mark.parametrize("name", WHOLE_NUMBERS)
+def test_half_a_sequence_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{name}' must be a whole number, got 8\.5"):
+        _from(**{name: 8.5})
+
+
+@pytest.mark.parametrize("value", [8, 8.0, "8", "8.0", "8e0"])
+def test_whole_number_is_whole_however_it_is_written(value: Any) -> None:
+    assert _from(rank=value).rank == 8
+    assert type(_from(rank=value).rank) is int
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), "nan", "1e999"])
+def test_endless_and_undefined_numbers_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^ours.yaml: '{name}' must be"):
+        _from(**{name: value})
+
+
+@pytest.mark.parametrize("name", FRACTIONS)
+def test_number_too_large_for_a_float_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^ours.yaml: '{name}' must be"):
+        _from(**{name: 10**400})
+
+
+def test_large_seed_is_kept_to_the_last_digit() -> None:
+    assert _from(seed=2**53 + 1).seed == 2**53 + 1
+
+
+# Other types
+
+
+@pytest.mark.parametrize("value", [1, 0, "true", "no", None])
+def test_what_is_not_true_or_false_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="'checkpoint_activations' must be true or false"):
+        _from(checkpoint_activations=value)
+
+
+@pytest.mark.parametrize("name", ["model", "dtype", "run_dir"])
+@pytest.mark.parametrize("value", [1, True, None, ["a"]])
+def test_what_is_no_text_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' must be text"):
+        _from(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "value", ["den-pc,kitchen-mac", "den-pc, kitchen-mac ,", ["den-pc", "kitchen-mac"]]
+)
+def test_list_may_be_written_with_commas(value: Any) -> None:
+    assert _from(devices=value).devices == ("den-pc", "kitchen-mac")
+
+
+@pytest.mark.parametrize("value", [1, None, [1], {"a": 1}])
+def test_what_is_no_list_of_names_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="'devices' must be a list of names"):
+        _from(devices=value)
+
+
+# Ranges
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted", "refused"),
+    [
+        *[(name, 1, 0) for name in ("batch_size", "max_seq_length", "rank", "epochs")],
+        ("min_devices", 1, 0),
+        *[(name, 0, -1) for name in ("steps", "microbatch_size", "warmup_steps", "seed")],
+        *[(name, 0, -1) for name in ("val_rows", "eval_every", "save_every")],
+        *[(name, 0.0, -0.1) for name in ("weight_decay", "max_grad_norm", "dropout")],
+        *[(name, 1e-9, 0.0) for name in ("learning_rate", "alpha", "step_timeout_s")],
+        ("dropout", 0.99, 1.0),
+        ("min_lr_ratio", 0.0, -0.1),
+        ("min_lr_ratio", 1.0, 1.1),
+    ],
+)
+def test_range_ends_where_it_says(name: str, accepted: float, refused: float) -> None:
+    assert getattr(_from(**{name: accepted}), name) == accepted
+    with pytest.raises(ConfigError, match=rf"^ours\.yaml: '{name}' must .*got {refused}$"):
+        _from(**{name: refused})
+
+
+@pytest.mark.parametrize("name", ["dtype", "wire_dtype", "lr_schedule", "pipeline_schedule"])
+def test_choice_outside_the_list_is_refused_with_the_list(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        _from(**{name: "fancy"})
+    assert f"'{name}' must be one of " in str(refused.value)
+    assert DEFAULTS[name] in str(refused.value)
+    assert "got 'fancy'" in str(refused.value)
+
+
+def test_unknown_projection_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="no projection is called 'q_prj'; did you mean 'q_proj'"):
+        _from(targets="q_prj,v_proj")
+
+
+def test_training_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'targets' is empty"):
+        _from(targets=[])
+
+
+def test_values_given_in_code_are_checked_too() -> None:
+    with pytest.raises(ConfigError, match="'rank' must be at least 1, got 0"):
+        TrainConfig(rank=0)
+
+
+# What is made of it
+
+
+def test_lora_scale_is_alpha_over_rank() -> None:
+    lora = _from(rank=4, alpha=6, dropout=0.25, targets="q_proj").lora
+    assert (lora.scale, lora.dropout, lora.targets) == (1.5, 0.25, ("q_proj",))
+    assert TrainConfig().lora.targets == ALL_TARGETS
+
+
+def test_weight_decay_reaches_the_optimizer() -> None:
+    assert _from(weight_decay=0.125).optimizer.weight_decay == 0.125
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_round_trip_through_yaml_and_json(source: int) -> None:
+    values = {name: pair[source] for name, pair in FILE_AND_COMMAND_LINE.items()}
+    config = _from(**values)
+    assert config.to_dict() == values
+    assert _from(**yaml.safe_load(yaml.safe_dump(config.to_dict()))) == config
+    assert _from(**json.loads(json.dumps(config.to_dict()))) == config
+
+
+# Which source wins
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_command_line_beats_file_beats_default(name: str, tmp_path: Path) -> None:
+    in_file, on_line = FILE_AND_COMMAND_LINE[name]
+    file = _write(tmp_path, {**REQUIRED, name: in_file})
+    assert read_options(file, {name: on_line}).to_dict()[name] == on_line
+    assert read_options(file, {}).to_dict()[name] == in_file
+    if name not in REQUIRED:
+        assert read_options(None, dict(REQUIRED)).to_dict()[name] == DEFAULTS[name]
+
+
+@pytest.mark.parametrize("name", FALSE_AND_MEANT)
+def test_zero_no_and_nothing_count_as_said(name: str, tmp_path: Path) -> None:
+    meant = FALSE_AND_MEANT[name]
+    in_file, _ = FILE_AND_COMMAND_LINE[name]
+    assert in_file
+    over_file = read_options(_write(tmp_path, {name: in_file}), {**REQUIRED, name: meant})
+    assert over_file.to_dict()[name] == meant
+    over_default = read_options(_write(tmp_path, {name: meant}), dict(REQUIRED))
+    assert over_default.to_dict()[name] == meant
+
+
+def test_dashed_key_of_the_file_loses_to_the_command_line_too(tmp_path: Path) -> None:
+    file = _write(tmp_path, {**REQUIRED, "batch-size": 4})
+    assert read_options(file, {}).batch_size == 4
+    assert read_options(file, {"batch_size": 6}).batch_size == 6
+
+
+def test_message_names_the_source_that_is_wrong(tmp_path: Path) -> None:
+    file = _write(tmp_path, {"rank": 0})
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: 'rank' must be at least 1")):
+        read_options(file, dict(REQUIRED))
+    with pytest.raises(ConfigError, match=r"^command line: 'rank' must be at least 1"):
+        read_options(None, {**REQUIRED, "rank": 0})
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_model_and_data_must_be_said_somewhere(name: str) -> None:
+    rest = {key: value for key, value in REQUIRED.items() if key != name}
+    with pytest.raises(ConfigError, match="is missing; see `exo-train train --help`"):
+        read_options(None, rest)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"- a\n- b\n", "must hold"), (b"a: [1", "is no YAML"), (b"a: \xff\xfe", "is no YAML")],
+)
+def test_file_that_is_no_options_file_is_named(
+    content: bytes, problem: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(f"--config {file} {problem}")):
+        read_options(file, dict(REQUIRED))
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml cannot be read"):
+        read_options(tmp_path / "nowhere.yaml", dict(REQUIRED))
+
+
+def test_file_made_on_windows_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_bytes(b"\xef\xbb\xbflearning_rate: 5e-5\r\nrank: 4\r\n")
+    config = read_options(file, dict(REQUIRED))
+    assert (config.learning_rate, config.rank) == (5e-5, 4)
+
+
+def test_empty_file_says_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("# nothing yet\n", "utf-8")
+    assert read_options(file, dict(REQUIRED)) == TrainConfig.from_mapping(REQUIRED, source="")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_resumed_run_keeps_what_decides_its_numbers(name: str, tmp_path: Path) -> None:
+    given = {name: FILE_AND_COMMAND_LINE[name][1]}
+    if name in RESUME_MAY_CHANGE:
+        assert read_options(None, given, resume=tmp_path).to_dict()[name] == given[name]
+    else:
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} cannot change"):
+            read_options(None, given, resume=tmp_path)
