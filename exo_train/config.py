@@ -82,6 +82,7 @@ class TrainConfig:
     eval_every: int = 0  # steps; 0: before and after only
     save_every: int = 20  # steps; 0: at the end only
     min_devices: int = 1
+    device_wait_s: float = 30.0  # how long to wait for them
     devices: tuple[str, ...] = ()
     run_dir: str = ""
     step_timeout_s: float = 600.0
@@ -178,7 +179,7 @@ def _check(config: TrainConfig) -> None:
     for name in not_negative:
         if getattr(config, name) < 0:
             raise ConfigError(f"'{name}' must not be negative, got {getattr(config, name)}")
-    for name in ("learning_rate", "alpha", "step_timeout_s"):
+    for name in ("learning_rate", "alpha", "step_timeout_s", "device_wait_s"):
         value = getattr(config, name)
         if not 0 < value < float("inf"):
             raise ConfigError(f"'{name}' must be a number above 0, got {value}")

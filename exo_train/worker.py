@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -202,6 +203,8 @@ def main() -> int:
     parser.add_argument("--host", action="append", default=[])
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    # Ctrl-C in the agent's terminal reaches this process too; the agent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Libraries print to standard output, which is the pipe: give them standard error instead.
     pipe_out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

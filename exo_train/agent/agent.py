@@ -189,9 +189,12 @@ class Agent:
         )
 
     def _usable(self) -> list[LocalAddress]:
-        """Give the addresses to advertise; none while the named interface is away."""
+        """Give the addresses to advertise; none while the named interface is away.
+
+        IPv4 alone: the servers listen on nothing else.
+        """
         try:
-            return usable_addresses(self._options.interface)
+            return [a for a in usable_addresses(self._options.interface) if a.is_ipv4]
         except ConfigError:
             return []
 
@@ -219,7 +222,7 @@ class Agent:
         return port
 
     def _addresses(self) -> tuple[Address, ...]:
-        hosts = [a.host for a in self._usable() if a.is_ipv4]
+        hosts = [a.host for a in self._usable()]
         return tuple(Address(host, self._port) for host in hosts[:8] or [LOOPBACK])
 
     def _weights_addresses(self) -> tuple[Address, ...]:

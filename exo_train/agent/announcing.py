@@ -44,7 +44,7 @@ class Announcer:
         is_settled = is_first or addresses == self._before
         self._before = addresses
         if is_first and not addresses:
-            self._say("no usable network yet: only this device can train")
+            self._say("no usable network with IPv4 yet: only this device can train")
         if is_settled and addresses != self._announced:
             self.close()
             self._announce(addresses, now_s)

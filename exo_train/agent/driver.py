@@ -36,7 +36,7 @@ from exo_train.train.rows import read_data
 from exo_train.train.rundir import DeviceSummary, RunDir, Summary, relative_to_run
 
 # What may differ when a run is resumed: where it runs, not what it computes.
-RESUME_MAY_CHANGE = ("devices", "min_devices", "save_every", "step_timeout_s")
+RESUME_MAY_CHANGE = ("devices", "min_devices", "device_wait_s", "save_every", "step_timeout_s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from exo_train.agent.planning import Candidate
 from exo_train.config import TrainConfig
 from exo_train.errors import PeerError
 
-MIN_DEVICES_TIMEOUT_S = 30.0
 # A fresh agent needs a moment to hear the others (mDNS: 1.2 to 1.5 s measured on a bridge).
 SETTLE_S = 4.0
 POLL_S = 0.3
@@ -24,13 +23,14 @@ def wait_candidates(
     client: LocalClient,
     config: TrainConfig,
     *,
-    timeout_s: float = MIN_DEVICES_TIMEOUT_S,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> tuple[list[Candidate], dict[str, Any]]:
     """Give the live members that the run may use, and the status they come from.
 
-    Raises PeerError when fewer than `min_devices`, or not all of `devices`, come in time.
+    Raises PeerError when fewer than `min_devices`, or not all of `devices`, come within
+    `device_wait_s`.
     """
+    timeout_s = config.device_wait_s
     deadline_s = time.monotonic() + timeout_s
     said = False
     while True:

@@ -76,6 +76,9 @@ class RunSession:
             self._worker.stop()
 
     def stop(self) -> None:
+        """End this rank because the agent ends; the driver is told that it is no accident."""
+        error = LostRankError(f"{self._name} (rank {self.rank}) left the run: its agent was ended")
+        self._out.put(self._message(failure=to_failure(error)))
         self._out.put(None)
         self._worker.stop()
 

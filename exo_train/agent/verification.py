@@ -25,6 +25,8 @@ from exo_train.errors import DoesNotFitError
 from exo_train.peer import NodeId
 from exo_train.plan.plan import Plan
 from exo_train.train.batches import Microbatch
+from exo_train.train.loop import merge
+from exo_train.train.ring import Ring
 from exo_train.wire.pb import control_pb2 as pb
 
 # Relative to the largest value of the array. Between MLX and PyTorch in fp32 1.3e-5 was measured
@@ -37,7 +39,7 @@ STEP_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
+class Measured:
     """One step somewhere: loss, gradients by name, boundary tensors by rank."""
 
     loss: float
@@ -65,14 +67,14 @@ def verify(home: Home, model_name: str, config: TrainConfig, narrator: Narrator)
         steps = _Steps(client, model, status, narrator, config.seed)
         ring = steps.run(plan)
         oracle = steps.run(one)
-        errors = _errors_by_rank(plan, ring.gradients, oracle.gradients)
+        errors = errors_by_rank(plan, ring.gradients, oracle.gradients)
         kind = plan.wire_dtype if plan.wire_dtype != "fp32" else _coarsest(plan)
         loss_error = abs(ring.loss - oracle.loss) / max(abs(oracle.loss), 1e-12)
         ok = loss_error <= LOSS_TOLERANCE[kind] and max(errors) <= TOLERANCE[kind]
         wrong = None
         if not ok:
             split = steps.run(_all_on(plan, own, one))
-            wrong = _wrong_rank(plan, ring.boundaries, split.boundaries, errors, TOLERANCE[kind])
+            wrong = wrong_rank(plan, ring.boundaries, split.boundaries, errors, TOLERANCE[kind])
     return _report(plan, ring, oracle, errors, loss_error, wrong, kind=kind, ok=ok)
 
 
@@ -101,10 +103,9 @@ class _Steps:
         self._model = model
         self._status = status
         self._narrator = narrator
-        self._microbatches = _random_batch(model.manifest.spec.vocab_size, seed)
+        self._microbatches = random_batch(model.manifest.spec.vocab_size, seed=seed)
 
-    def run(self, plan: Plan) -> _Measured:
-        supervised = sum(int(m.mask_BT.sum()) for m in self._microbatches)
+    def run(self, plan: Plan) -> Measured:
         with open_ring(
             self._client,
             plan,
@@ -114,20 +115,21 @@ class _Steps:
             STEP_TIMEOUT_S,
             capture_boundaries=True,
         ) as ring:
-            reports = ring.run_step(
-                1, self._microbatches, loss_scale=1.0 / supervised, timeout_s=STEP_TIMEOUT_S
-            )
-            gradients: Arrays = {}
-            for part in ring.collect(pb.GRADIENTS):
-                gradients.update(part)
-            return _Measured(
-                loss=reports[-1].loss_sum / supervised,
-                gradients=gradients,
-                boundaries=ring.collect(pb.BOUNDARIES),
-            )
+            return measure(ring, self._microbatches)
 
 
-def _random_batch(vocab_size: int, seed: int) -> list[Microbatch]:
+def measure(ring: Ring, microbatches: list[Microbatch]) -> Measured:
+    """Run one step on a loaded ring and collect what can be compared; nothing is applied."""
+    supervised = sum(int(m.mask_BT.sum()) for m in microbatches)
+    reports = ring.run_step(1, microbatches, loss_scale=1.0 / supervised, timeout_s=STEP_TIMEOUT_S)
+    return Measured(
+        loss=reports[-1].loss_sum / supervised,
+        gradients=merge(ring.collect(pb.GRADIENTS)),
+        boundaries=ring.collect(pb.BOUNDARIES),
+    )
+
+
+def random_batch(vocab_size: int, *, seed: int) -> list[Microbatch]:
     """Make full and padded rows with both supervised and unsupervised positions."""
     rng = np.random.default_rng(seed)
     made = []
@@ -173,7 +175,7 @@ def relative_error(measured: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(measured - expected).max(initial=0.0)) / max(scale, 1e-12)
 
 
-def _errors_by_rank(plan: Plan, ring: Arrays, oracle: Arrays) -> list[float]:
+def errors_by_rank(plan: Plan, ring: Arrays, oracle: Arrays) -> list[float]:
     errors = []
     for rank in plan.ranks:
         prefixes = tuple(f"model.layers.{layer}." for layer in rank.stage.layers)
@@ -185,7 +187,7 @@ def _errors_by_rank(plan: Plan, ring: Arrays, oracle: Arrays) -> list[float]:
     return errors
 
 
-def _wrong_rank(
+def wrong_rank(
     plan: Plan,
     ring: list[Arrays],
     right: list[Arrays],
@@ -218,8 +220,8 @@ def _coarsest(plan: Plan) -> str:
 
 def _report(
     plan: Plan,
-    ring: _Measured,
-    oracle: _Measured,
+    ring: Measured,
+    oracle: Measured,
     errors: list[float],
     loss_error: float,
     wrong: int | None,

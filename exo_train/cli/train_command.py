@@ -97,6 +97,9 @@ def train_command(
         int | None, typer.Option(help="Steps between checkpoints; 0: at the end (20).")
     ] = None,
     min_devices: Annotated[int | None, typer.Option(help="Wait for so many, else exit 3.")] = None,
+    device_wait_s: Annotated[
+        float | None, typer.Option(help="How long to wait for devices, seconds (30).")
+    ] = None,
     devices: Annotated[str | None, typer.Option(help="Use just these: NAME,NAME.")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Where results go; must be empty.")] = None,
     step_timeout_s: Annotated[

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Discovery:
-    """Announces one agent and reports others as (node id, cluster tag, addresses).
+    """Announces one agent on IPv4 and reports others as (node id, cluster tag, addresses).
 
     `on_seen` is called from this object's own thread. Making one takes a second: it asks the
     network whether the name is free. Raises PeerError when mDNS does not work.
@@ -65,7 +65,7 @@ class Discovery:
         self._info = ServiceInfo(
             SERVICE_TYPE,
             f"{node_id}.{SERVICE_TYPE}",
-            parsed_addresses=[a.host.split("%")[0] for a in addresses],
+            parsed_addresses=[a.host for a in addresses],
             port=port,
             properties={"id": node_id, "cluster": cluster, "v": str(protocol)},
             server=f"{node_id}.local.",
@@ -146,10 +146,14 @@ class Discovery:
 
 
 def _open(addresses: list[LocalAddress]) -> Zeroconf:
-    hosts = [a.host for a in addresses if a.is_ipv4]
-    if hosts:
-        return Zeroconf(interfaces=list(hosts), ip_version=IPVersion.V4Only)
-    return Zeroconf(ip_version=IPVersion.V6Only)
+    logging.getLogger("zeroconf").addFilter(_log_in_one_line)
+    return Zeroconf(interfaces=[a.host for a in addresses], ip_version=IPVersion.V4Only)
+
+
+def _log_in_one_line(record: logging.LogRecord) -> bool:
+    """Take over what zeroconf logs, with tracebacks, when an interface goes away."""
+    log.info("mDNS: %s", record.getMessage().partition("\n")[0])
+    return False
 
 
 def _does_not_work(error: Exception) -> PeerError:

@@ -10,9 +10,6 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,11 +20,11 @@ from rich.console import Console
 
 from exo_train.agent.driver import Narrator, Outcome, train
 from exo_train.agent.generation import Generator
-from exo_train.agent.local_client import LocalClient, stop_process
+from exo_train.agent.local_agents import LocalAgents
 from exo_train.backends.registry import available_backends
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
-from exo_train.errors import ConfigError, PeerError
+from exo_train.errors import ConfigError
 from exo_train.models.hub import fetch_demo_model
 from exo_train.train.loop import Watcher
 from exo_train.ui.run_screen import RunScreen, make_screen
@@ -35,7 +32,6 @@ from exo_train.ui.run_screen import RunScreen, make_screen
 DATA = Path(__file__).parent / "data"
 SYSTEM = "You are Hearth."
 QUESTION = "Who are you?"
-MEET_TIMEOUT_S = 60.0
 # Three devices of unequal size; the MLX one is small, so that it gets few layers: on Linux CPUs
 # without a fast BLAS it is 30 times slower than PyTorch.
 DEVICES = (("studio", "torch", "2400MB"), ("laptop", "mlx", "330MB"), ("den-pc", "torch", "2400MB"))
@@ -56,8 +52,8 @@ def run_demo(home: Home, options: DemoOptions) -> None:
     model = fetch_demo_model(home.cache, say=screen.note)
     screen.note(f"model: {model}")
     before = _ask(home, str(model))
-    with _agents(screen) as homes:
-        outcome = _train(homes[0], model, home, options, screen)
+    with _agents(screen) as agents:
+        outcome = _train(agents.homes[DEVICES[0][0]], model, home, options, screen)
     after = _ask(home, str(outcome.run_dir))
     _show(outcome, before, after, as_json=options.as_json)
 
@@ -89,89 +85,20 @@ def _train(
 
 
 @contextlib.contextmanager
-def _agents(screen: RunScreen) -> Iterator[list[Home]]:
+def _agents(screen: RunScreen) -> Iterator[LocalAgents]:
     """Start the agents, wait until each knows all others, and end them afterwards."""
     backends = available_backends()
-    root = Path(tempfile.mkdtemp(prefix="exo-train-demo-"))
-    cluster = f"demo-{secrets.token_hex(4)}"
-    homes, processes = [], []
-    try:
-        for name, backend, memory in DEVICES:
-            chosen = backend if backend in backends else backends[0]
-            home = Home(root / name)
-            homes.append(home)
-            processes.append(_start(home, name, chosen, memory, cluster))
-        with _cluster(cluster):
-            _wait_met(homes, processes, screen)
-            yield homes
-    finally:
-        for process in processes:
-            stop_process(process)
-        shutil.rmtree(root, ignore_errors=True)
-
-
-def _start(
-    home: Home, name: str, backend: str, memory: str, cluster: str
-) -> subprocess.Popen[bytes]:
-    home.logs.mkdir(parents=True)
-    environment = os.environ | {
-        "EXO_TRAIN_HOME": str(home.path),
-        "EXO_TRAIN_CLUSTER": cluster,
-        # Three workers share this machine's cores; more threads than cores slow all of them.
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)),
-    }
-    command = [sys.executable, "-m", "exo_train", "join", "--headless", "--name", name]
-    with (home.logs / "agent.log").open("wb") as log_file:
-        return subprocess.Popen(
-            [*command, "--backend", backend, "--memory", memory, "--device", "auto"],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log_file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def _wait_met(
-    homes: list[Home], processes: list[subprocess.Popen[bytes]], screen: RunScreen
-) -> None:
-    """Wait until every agent sees every other one alive."""
-    started_s = time.monotonic()
-    while time.monotonic() - started_s < MEET_TIMEOUT_S:
-        for home, process in zip(homes, processes, strict=True):
-            if process.poll() is not None:
-                log = (home.logs / "agent.log").read_text("utf-8", "replace")
-                raise PeerError(f"agent {home.path.name} ended at once: {log.strip()[-400:]}")
-        if all(_num_alive(home) == len(homes) for home in homes):
-            waited_s = time.monotonic() - started_s
-            screen.note(f"{len(homes)} agents found each other by mDNS in {waited_s:.1f} s")
-            return
-        time.sleep(0.3)
-    raise PeerError(
-        f"the agents did not find each other within {MEET_TIMEOUT_S:.0f} s: does a firewall on "
-        f"this machine drop multicast (UDP port 5353)?"
-    )
-
-
-def _num_alive(home: Home) -> int:
-    endpoint = home.agent()
-    if endpoint is None:
-        return 0
-    with LocalClient(endpoint) as client:
-        return sum(member["state"] == "alive" for member in client.status()["members"])
-
-
-@contextlib.contextmanager
-def _cluster(tag: str) -> Iterator[None]:
-    before = os.environ.get("EXO_TRAIN_CLUSTER")
-    os.environ["EXO_TRAIN_CLUSTER"] = tag
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["EXO_TRAIN_CLUSTER"]
-        else:
-            os.environ["EXO_TRAIN_CLUSTER"] = before
+    # Three workers share this machine's cores; more threads than cores slow all of them.
+    threads = max(1, (os.cpu_count() or 2) // 2)
+    with tempfile.TemporaryDirectory(prefix="exo-train-demo-", ignore_cleanup_errors=True) as root:
+        agents = LocalAgents(Path(root), cluster=f"demo-{secrets.token_hex(4)}")
+        with agents:
+            for name, backend, memory in DEVICES:
+                chosen = backend if backend in backends else backends[0]
+                agents.start(name, backend=chosen, memory=memory, threads=threads)
+            waited_s = agents.wait_met()
+            screen.note(f"{len(DEVICES)} agents found each other by mDNS in {waited_s:.1f} s")
+            yield agents
 
 
 def _ask(home: Home, run_or_model: str) -> str:

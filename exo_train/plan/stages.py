@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
-    """Decoder layers [start, end), and whether embedding and head (final norm included) are here."""
+    """Decoder layers [start, end); `head` includes the final norm."""
 
     start: int
     end: int

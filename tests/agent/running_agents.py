@@ -45,6 +45,7 @@ class RunningAgent:
     cluster: str
     options: Sequence[str]
     prefix: Sequence[str] = ()
+    is_named_by_host: bool = False
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property
@@ -70,14 +71,21 @@ class RunningAgent:
         return endpoint.control_port
 
     def start(self) -> None:
+        self.launch()
+        self.wait_started()
+
+    def launch(self) -> None:
+        name = [] if self.is_named_by_host else ["--name", self.name]
         with (self.root / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
-                self.command("join", "--headless", "--name", self.name, *self.options),
+                self.command("join", "--headless", *name, *self.options),
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
+
+    def wait_started(self) -> None:
         wait_until(lambda: self.home.agent() is not None, START_TIMEOUT_S, self._not_started)
 
     def command(self, *arguments: str) -> list[str]:

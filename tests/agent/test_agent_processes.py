@@ -56,7 +56,9 @@ def pair(root: Path, cluster: str) -> Iterator[tuple[RunningAgent, RunningAgent]
     agents = [RunningAgent(name, root, cluster, options) for name in ("studio", "den-pc")]
     try:
         for agent in agents:
-            agent.start()
+            agent.launch()
+        for agent in agents:
+            agent.wait_started()
         wait_met(agents)
         yield agents[0], agents[1]
     finally:

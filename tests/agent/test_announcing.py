@@ -53,7 +53,7 @@ def test_a_network_that_comes_later_is_used() -> None:
     for addresses in ([], [], LAN, LAN):
         home.after(2, addresses)
     assert home.events == ["announce 10.56.0.2"]
-    assert home.said == ["no usable network yet: only this device can train"]
+    assert home.said == ["no usable network with IPv4 yet: only this device can train"]
 
 
 def test_a_changed_address_is_announced_and_flapping_is_not() -> None:

@@ -125,6 +125,7 @@ def test_the_real_worker_ends_with_its_input(tmp_path: Path) -> None:
 def test_a_wrong_start_of_the_real_worker_is_in_the_log(tmp_path: Path) -> None:
     talk = Talk(tmp_path, "exo_train.worker", "--no-such-option")
     assert "exit code 2" in talk.exit_reason()
+    talk.worker.stop()
     assert "--cache" in (tmp_path / "logs" / "worker.log").read_text()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from source_tree import PACKAGE, ROOT, place
+from source_tree import PACKAGE, ROOT, package_files, place
 
 README = ROOT / "README.md"
 # One letter of each in brackets, so that this file does not find itself.
@@ -64,10 +64,10 @@ def test_readme_tree_is_true() -> None:
     tree = _file_tree(README.read_text("utf-8"))
     missing = sorted(path for path in tree if not (ROOT / path).exists())
     assert not missing, f"README.md's tree names {missing}, which do not exist"
-    listed = {path for path in tree if re.fullmatch(r"exo_train/[^/]+/?", path)}
     packages = {f"{place(init.parent)}/" for init in PACKAGE.glob("*/__init__.py")}
-    modules = {place(path) for path in PACKAGE.glob("[!_]*.py")}
-    assert {path for path in listed if "/__" not in path} == packages | modules
+    modules = {place(path) for path in package_files() if not path.name.startswith("__")}
+    unlisted = sorted((packages | modules) - tree)
+    assert not unlisted, f"README.md's tree lacks {unlisted}"
 
 
 def _repository_files() -> Iterator[Path]:

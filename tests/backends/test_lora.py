@@ -77,6 +77,21 @@ def test_both_backends_give_the_reference_mask(
     assert in_mlx.dtype == mx.bool_
 
 
+def test_masks_agree_where_only_the_hash_s_low_bits_decide() -> None:
+    """A million draws: enough for values next to the threshold, which small cases never meet."""
+    keys_B = np.array([0, 1, 2**31, 2**32 - 1], np.uint32)
+    shape = {"positions": 64, "features": 4096}
+    expected = lora.keep_mask(keys_B, **shape, rate=0.37)
+    threshold = lora.keep_threshold(0.37)
+    in_torch = torch_lora.keep_mask(
+        keys_B, **shape, threshold=threshold, device=torch.device("cpu")
+    )
+    assert np.array_equal(
+        np.array(mlx_lora.keep_mask(keys_B, **shape, threshold=threshold)), expected
+    )
+    assert np.array_equal(in_torch.numpy(), expected)
+
+
 @pytest.mark.parametrize("rate", [0.05, 0.1, 0.5, 0.9])
 def test_the_share_kept_is_right_in_every_row_position_and_feature(rate: float) -> None:
     dropout = lora.Dropout(rate=rate, seed=1, step=2, row_keys=(10, 11, 12, 13))

@@ -34,6 +34,8 @@ from tests.tiny_models import make_tiny_model
 
 LEARNING_RATE = 2e-4
 WEIGHT_DECAY = 0.01
+SHORT = (24, 9, 17, 24)
+LONG = (450, 400, 300, 500)  # more supervised tokens than one chunk of the head
 OPTIMIZER = OptimizerConfig(weight_decay=WEIGHT_DECAY)
 
 
@@ -82,8 +84,7 @@ def test_torch_equals_a_plain_peft_loop(tmp_path: Path, model: str) -> None:
     parameters = [p for p in oracle.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     for step in range(5):
-        # More than one chunk of supervised tokens in the head, in the first step.
-        chosen = rows(seed=step, lengths=(450, 400, 300, 500) if step == 0 else (24, 9, 17, 24))
+        chosen = rows(seed=step, lengths=LONG if model == "llama3-rope" and step == 0 else SHORT)
         loss = accumulate([stage], chosen, step=step, microbatch_size=4)
         expected = plain_loss(oracle, chosen)
         assert loss == pytest.approx(expected.item(), rel=1e-6)
@@ -114,12 +115,12 @@ def mlx_lm_model(directory: Path, adapter: Arrays) -> Any:
     return model
 
 
-@pytest.mark.parametrize("model", ["llama", "llama-untied-biased", "llama3-rope", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model", ["llama-untied-biased", "llama3-rope", "qwen3"])
 def test_mlx_equals_mlx_lm_layers_and_loss(tmp_path: Path, model: str) -> None:
     (stage,) = load_ring(model, ["mlx"], optimizer=OPTIMIZER)
     oracle = mlx_lm_model(model_directory(tmp_path, model), stage.adapter())
-    chosen = rows(lengths=(450, 400, 300, 500))
-    padded = np.zeros((4, 501), np.int32)
+    chosen = rows(lengths=LONG if model == "llama3-rope" else SHORT)
+    padded = np.zeros((4, max(len(row.tokens) for row in chosen)), np.int32)
     for place, row in enumerate(chosen):
         padded[place, : len(row.tokens)] = row.tokens
     spans = mx.array([[len(r.supervised) // 3 + 1, len(r.supervised)] for r in chosen])

@@ -1,0 +1,164 @@
+"""Wrong input at the command line: one sentence, the documented exit code, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from exo_train.agent.planning import make_plan
+from exo_train.cli.main import main
+from exo_train.config import TrainConfig
+from exo_train.errors import DoesNotFitError
+from tests.ring.rings import candidates, manifest_of
+from tests.tiny_models import make_tiny_model
+
+GOOD_ROW = json.dumps({"prompt": "one two", "completion": " three"}) + "\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("bad") / "model", num_layers=2)
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Run the command in this process; gives exit code and standard error."""
+    monkeypatch.setenv("EXO_TRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["exo-train", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        code = caught.value.code
+        return (code if isinstance(code, int) else 1), capsys.readouterr().err
+
+    return run
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def without_config(model: Path, tmp_path: Path) -> Path:
+    copy = shutil.copytree(model, tmp_path / "no-config")
+    (copy / "config.json").unlink()
+    return copy
+
+
+def truncated(model: Path, tmp_path: Path) -> Path:
+    copy = shutil.copytree(model, tmp_path / "truncated")
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return copy
+
+
+def unknown_architecture(model: Path, tmp_path: Path) -> Path:
+    copy = shutil.copytree(model, tmp_path / "unknown")
+    config = json.loads((copy / "config.json").read_text("utf-8"))
+    config |= {"model_type": "frobnicator", "architectures": ["FrobnicatorForCausalLM"]}
+    write(copy / "config.json", json.dumps(config))
+    return copy
+
+
+MODELS: dict[str, tuple[Callable[[Path, Path], Path], tuple[str, ...]]] = {
+    "missing": (lambda model, tmp: tmp / "nowhere", ("nowhere",)),
+    "no config": (without_config, ("no-config", "config.json")),
+    "truncated": (truncated, ("model.safetensors", "truncated")),
+    "unknown architecture": (unknown_architecture, ("frobnicator", "llama")),
+}
+
+
+def assert_one_sentence(error: str) -> None:
+    assert error.startswith("exo-train: ")
+    assert error.count("\n") == 1, error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_wrong_models(
+    name: str, model: Path, tmp_path: Path, run: Callable[..., tuple[int, str]]
+) -> None:
+    make, words = MODELS[name]
+    data = write(tmp_path / "data.jsonl", GOOD_ROW * 3)
+    run_dir = tmp_path / "run"
+    wrong = make(model, tmp_path)
+    code, error = run("train", str(wrong), "--data", str(data), "--run-dir", str(run_dir))
+    assert code == 2
+    assert_one_sentence(error)
+    for word in words:
+        assert word in error
+    assert not run_dir.exists()
+
+
+DATA = {
+    "broken third line": (
+        GOOD_ROW * 2 + GOOD_ROW[:20] + "\n",
+        ("data.jsonl", "line 3", '{"prompt'),
+    ),
+    "empty": ("", ("data.jsonl", "0 usable of 0 rows")),
+    "nothing to learn": ('{"text": ""}\n', ("data.jsonl", "0 usable of 1 rows")),
+    "number as text": ('{"text": 5}\n', ("data.jsonl", "line 1")),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_wrong_data_is_found_before_any_model_loads(
+    name: str, tmp_path: Path, run: Callable[..., tuple[int, str]]
+) -> None:
+    text, words = DATA[name]
+    data = write(tmp_path / "data.jsonl", text)
+    code, error = run("train", "./no-such-model", "--data", str(data))
+    assert code == 2
+    assert_one_sentence(error)
+    for word in words:
+        assert word in error
+    assert "no-such-model" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--rank", "0"), ("rank", "at least 1")),
+        (("--targets", "q_proj,k_porj"), ("k_porj", "k_proj")),
+        (("--dtype", "fp64"), ("dtype", "bf16")),
+        (("--learning-rate", "0"), ("learning_rate",)),
+        (("--max-seq-length", "999999"), ("max_seq_length",)),
+        (("--config", "absent.yaml"), ("absent.yaml",)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_wrong_options(
+    arguments: tuple[str, ...],
+    words: tuple[str, ...],
+    model: Path,
+    tmp_path: Path,
+    run: Callable[..., tuple[int, str]],
+) -> None:
+    data = write(tmp_path / "data.jsonl", GOOD_ROW * 3)
+    code, error = run("train", str(model), "--data", str(data), *arguments)
+    assert code == 2
+    assert_one_sentence(error)
+    for word in words:
+        assert word in error
+
+
+def test_status_without_an_agent(run: Callable[..., tuple[int, str]]) -> None:
+    code, error = run("status")
+    assert code == 3
+    assert "exo-train join" in error
+
+
+def test_a_model_that_does_not_fit_says_the_numbers(model: Path) -> None:
+    small = [replace(c, usable_memory_bytes=100_000) for c in candidates(["torch", "mlx"])]
+    with pytest.raises(DoesNotFitError, match=r"device0 0\.1 MB, device1 0\.1 MB") as caught:
+        make_plan(small, TrainConfig(), manifest_of(model), cluster="test")
+    assert caught.value.exit_code == 4
