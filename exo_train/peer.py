@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+import unicodedata
 from dataclasses import dataclass
 from typing import NewType
 
 from exo_train.errors import ConfigError
 
 NodeId = NewType("NodeId", str)
+
+# UAX #9, 2.1 to 2.4: they reorder the text around them on the screen.
+BIDI_CONTROLS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -51,3 +55,16 @@ class DeviceFacts:
     usable_memory_bytes: int
     dtypes: tuple[str, ...]  # natively supported compute dtypes, best first
     version: str
+
+
+def has_control_characters(text: str) -> bool:
+    """Tell whether printing it could move the cursor, break the line or turn the text around.
+
+    Not `str.isprintable`: that refuses joined emoji, and what it knows grows with Python's
+    version, so that a new emoji in a name would keep an older device from meeting it.
+    """
+    return any(
+        unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")
+        or unicodedata.bidirectional(c) in BIDI_CONTROLS
+        for c in text
+    )

@@ -255,6 +255,7 @@ class Agent:
         return WorkerSettings(
             node_id=self._node_id,
             name=self._name,
+            cluster=self._home.cluster,
             hosts=tuple(a.host for a in self._addresses()),
             cache=self._home.cache,
             logs=self._home.logs,

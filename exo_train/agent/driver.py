@@ -96,7 +96,15 @@ def train(
         )
         directory = RunDir.create(run_dir, allow_existing=resume is not None)
         directory.write_config(_absolute(config, model.path, run_dir))
-        with open_ring(client, plan, model, status, narrator, config.step_timeout_s) as ring:
+        with open_ring(
+            client,
+            plan,
+            model,
+            status,
+            narrator,
+            config.step_timeout_s,
+            committed_step=checkpoint.step if checkpoint else 0,
+        ) as ring:
             directory.write_plan(ring.plan.to_json())
             return _train_on(ring, config, data, directory, model, watcher, state, checkpoint)
 
@@ -119,6 +127,7 @@ def open_ring(
     narrator: Narrator,
     step_timeout_s: float,
     *,
+    committed_step: int = 0,
     capture_boundaries: bool = False,
 ) -> Iterator[Ring]:
     """Start the workers, prove the links, load the tensors; all of it ends with the context."""
@@ -140,7 +149,10 @@ def open_ring(
                 coordinator_name=own["name"],
             )
             loaded = ring.load(
-                access, step_timeout_s=step_timeout_s, capture_boundaries=capture_boundaries
+                access,
+                step_timeout_s=step_timeout_s,
+                committed_step=committed_step,
+                capture_boundaries=capture_boundaries,
             )
             for rank, answer in zip(plan.ranks, loaded, strict=True):
                 if answer.fetched_bytes:
@@ -250,9 +262,7 @@ class _Finish:
                 backend=rank.backend,
                 device=rank.device,
                 layers=(rank.stage.start, rank.stage.end),
-                busy_share=progress.busy_s[rank.rank] / progress.seconds
-                if progress.seconds
-                else 0.0,
+                busy_share=progress.busy_share(rank.rank),
                 peak_memory_bytes=progress.peak_memory_bytes[rank.rank],
             )
             for rank in self.plan.ranks

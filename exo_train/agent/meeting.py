@@ -242,6 +242,7 @@ class Meeting:
             self._take_reply(address, reply)
         except grpc.RpcError as error:
             log.debug("no hello from %s: %s", address, error)
+            self._drop_channel(address)
         except ExoTrainError as error:
             log.warning("hello from %s ignored: %s", address, error)
         finally:
@@ -285,6 +286,15 @@ class Meeting:
                 return
             self._said.add(sentence)
         self._say(sentence)
+
+    def _drop_channel(self, address: Address) -> None:
+        """Let the next call connect anew: after a cut, or from an address this device had before,
+        the old connection waits out TCP's growing retransmission time.
+        """
+        with self._lock:
+            channel = self._channels.pop(address, None)
+        if channel is not None:
+            channel.close()
 
     def _channel(self, address: Address) -> grpc.Channel:
         with self._lock:

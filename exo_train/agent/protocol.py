@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from exo_train.cluster.hardware import MAX_OVERRIDE_FACTOR
-from exo_train.cluster.home import has_control_characters
 from exo_train.errors import ProtocolError
-from exo_train.peer import Address, DeviceFacts, NodeId
+from exo_train.peer import Address, DeviceFacts, NodeId, has_control_characters
 from exo_train.train.messages import from_endpoints, to_endpoints
 from exo_train.wire.pb import control_pb2 as pb
 

@@ -36,6 +36,7 @@ class WorkerSettings:
 
     node_id: NodeId
     name: str
+    cluster: str
     hosts: tuple[str, ...]  # where its data server listens
     cache: Path
     logs: Path
@@ -132,6 +133,8 @@ def check_prepare(settings: WorkerSettings, first: pb.RunMessage) -> None:
         raise ProtocolError("a run's stream must start with 'prepare'")
     if not first.run_id.isalnum() or len(first.run_id) > MAX_RUN_ID_CHARS:
         raise ProtocolError("the run's id must be letters and digits")
+    if first.prepare.cluster != settings.cluster:
+        raise ProtocolError(f"{settings.name} is in another cluster")
     if first.prepare.node_id != settings.node_id:
         raise ProtocolError(f"{settings.name} is not the device that the plan means")
     if first.prepare.backend not in settings.backends:

@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import socket
-import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +21,13 @@ import platformdirs
 import psutil
 
 from exo_train.errors import ConfigError
-from exo_train.peer import NodeId
+from exo_train.peer import NodeId, has_control_characters
 
 MAX_NAME_CHARS = 60
 MAX_STATE_FILE_BYTES = 64 * 1024
 MAX_REMEMBERED_PEERS = 32
 CLAIM_TIMEOUT_S = 10.0
 DEFAULT_CLUSTER = "home"
-# UAX #9, 2.1 to 2.4: they reorder the text around them on the screen.
-BIDI_CONTROLS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,19 +201,6 @@ def clean_name(name: str) -> str:
     if not name:
         raise ConfigError("the name is empty; choose one with --name")
     return name[:MAX_NAME_CHARS].strip()
-
-
-def has_control_characters(text: str) -> bool:
-    """Tell whether printing it could move the cursor, break the line or turn the text around.
-
-    Not `str.isprintable`: that refuses joined emoji, and what it knows grows with Python's
-    version, so that a new emoji in a name would keep an older device from meeting it.
-    """
-    return any(
-        unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")
-        or unicodedata.bidirectional(c) in BIDI_CONTROLS
-        for c in text
-    )
 
 
 def _cannot_write(path: Path, error: OSError) -> ConfigError:

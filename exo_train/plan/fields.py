@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from exo_train.errors import ProtocolError
+from exo_train.peer import has_control_characters
 
 MAX_TEXT_CHARS = 256
 MAX_WHOLE = 2**53  # every JSON reader agrees on integers up to here
@@ -40,9 +41,10 @@ class Fields:
 
     def text(self, key: str, *, choices: Sequence[str] = ()) -> str:
         value = self._take(key)
-        # Printable also keeps terminal escapes and lone surrogates out of logs and screens.
-        if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS or not value.isprintable():
-            self._refuse(key, f"printable text of at most {MAX_TEXT_CHARS} characters", value)
+        too_long = isinstance(value, str) and len(value) > MAX_TEXT_CHARS
+        if not isinstance(value, str) or too_long or has_control_characters(value):
+            what = f"text of at most {MAX_TEXT_CHARS} characters without control characters"
+            self._refuse(key, what, value)
         if choices and value not in choices:
             self._refuse(key, f"one of {', '.join(choices)}", value)
         return value

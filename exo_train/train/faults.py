@@ -5,7 +5,7 @@ and the tests of the ring, can be seen to fail; nothing else may set it.
 
 `forward:1.01` scales what the stage sends up, `backward:1.01` what it sends down,
 `adapter:1.01` its own adapter gradients, `die:3` ends the process at step 3, `nan:3` makes the
-adapter gradients of step 3 non-finite.
+gradients of step 3 non-finite, `nans:3` those of all steps from 3 on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from exo_train.errors import ConfigError
 from exo_train.wire.tensor import DType, HostTensor
 
 VARIABLE = "EXO_TRAIN_TEST_FAULT"
-KINDS = ("forward", "backward", "adapter", "die", "nan")
+KINDS = ("forward", "backward", "adapter", "die", "nan", "nans")
 
 
 def with_fault(stage: Stage, setting: str) -> Stage:
@@ -62,7 +62,9 @@ class FaultyStage:
         return {n: (g * factor).astype(np.float32) for n, g in self._inner.gradients().items()}
 
     def grad_square_sum(self) -> float:
-        if self._kind == "nan" and self._step == int(self._value):
+        if self._kind == "nan" and self._step == self._value:
+            return float("nan")
+        if self._kind == "nans" and self._step >= self._value:
             return float("nan")
         return self._inner.grad_square_sum()
 

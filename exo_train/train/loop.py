@@ -59,13 +59,18 @@ class Progress:
     seconds: float = 0.0
     train_losses: list[tuple[int, float]] = field(default_factory=list)
     held_out_losses: list[tuple[int, float]] = field(default_factory=list)
+    # Since this start only: a resumed run may have other devices.
     busy_s: list[float] = field(default_factory=list)
+    seconds_here: float = 0.0
     peak_memory_bytes: list[int] = field(default_factory=list)
     throughput: Throughput = field(default_factory=Throughput)
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def busy_share(self, rank: int) -> float:
+        return self.busy_s[rank] / self.seconds_here if self.seconds_here > 0 else 0.0
 
 
 class Trainer:
@@ -167,6 +172,7 @@ class Trainer:
         progress.step = step
         progress.tokens += batch.num_tokens
         progress.seconds += step_s
+        progress.seconds_here += step_s
         progress.train_losses.append((step, loss))
         progress.throughput = progress.throughput.after_step(tokens=batch.num_tokens, step_s=step_s)
         ranks = []

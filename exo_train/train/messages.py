@@ -19,6 +19,7 @@ from exo_train.wire.pb import control_pb2 as pb
 
 MAX_ARRAY_DIMS = 4
 MAX_STATE_ARRAYS = 200_000
+STATE_PIECE_BYTES = 4 << 20  # far below what a gRPC message may carry
 _STATE_DTYPES: dict[str, np.dtype[Any]] = {"<f4": np.dtype("<f4"), "<i8": np.dtype("<i8")}
 
 
@@ -89,41 +90,64 @@ def _ids(raw: bytes, shape: tuple[int, int], vocab_size: int, what: str) -> np.n
 
 
 def to_state_arrays(kind: pb.StateKind, arrays: Arrays) -> Iterator[pb.StateArray]:
-    """Give one message per array, the last one marked; an empty set is one bare message."""
+    """Give the messages of a set in pieces, the last one marked; an empty set is one message."""
     if not arrays:
         yield pb.StateArray(kind=kind, last=True)
     for position, (name, array) in enumerate(sorted(arrays.items()), start=1):
         dtype = "<i8" if array.dtype.kind == "i" else "<f4"
-        yield pb.StateArray(
-            kind=kind,
-            name=name,
-            dtype=dtype,
-            shape=array.shape,
-            data=np.asarray(array, dtype=dtype).tobytes(),
-            last=position == len(arrays),
-        )
+        data = np.asarray(array, dtype=dtype).tobytes()
+        starts = range(0, max(len(data), 1), STATE_PIECE_BYTES)
+        for start in starts:
+            yield pb.StateArray(
+                kind=kind,
+                name=name,
+                dtype=dtype,
+                shape=array.shape,
+                data=data[start : start + STATE_PIECE_BYTES],
+                last=position == len(arrays) and start == starts[-1],
+            )
 
 
 class StateAssembler:
-    """Collects the arrays of one set until the last has come."""
+    """Collects the pieces of one set until the last has come."""
 
     def __init__(self) -> None:
         self._arrays: Arrays = {}
+        self._current: pb.StateArray | None = None  # the first piece of an unfinished array
+        self._pieces = bytearray()
 
     def add(self, message: pb.StateArray) -> Arrays | None:
         """Take one message; gives the whole set when it is complete."""
         if message.name:
-            if message.name in self._arrays or len(self._arrays) >= MAX_STATE_ARRAYS:
-                raise ProtocolError(f"state array '{message.name}' came twice or is one too many")
-            dtype = _STATE_DTYPES.get(message.dtype)
-            if dtype is None or len(message.shape) > MAX_ARRAY_DIMS:
-                raise ProtocolError(f"state array '{message.name}' has dtype {message.dtype!r}")
-            shape = tuple(message.shape)
-            self._arrays[message.name] = _array(message.data, shape, dtype, message.name)
+            self._add_piece(message)
         if not message.last:
             return None
+        if self._current is not None:
+            raise ProtocolError(f"state array '{self._current.name}' ended too early")
         complete, self._arrays = self._arrays, {}
         return complete
+
+    def _add_piece(self, message: pb.StateArray) -> None:
+        first = self._current or message
+        dtype = _STATE_DTYPES.get(message.dtype)
+        same = (message.name, message.dtype, message.shape) == (
+            first.name,
+            first.dtype,
+            first.shape,
+        )
+        if dtype is None or len(message.shape) > MAX_ARRAY_DIMS or not same:
+            raise ProtocolError(f"a piece of state array '{message.name}' has the wrong shape")
+        if message.name in self._arrays or len(self._arrays) >= MAX_STATE_ARRAYS:
+            raise ProtocolError(f"state array '{message.name}' came twice or is one too many")
+        shape = tuple(message.shape)
+        expected_bytes = math.prod(shape) * dtype.itemsize
+        self._pieces += message.data
+        if len(self._pieces) < expected_bytes:
+            self._current = first
+            return
+        self._arrays[message.name] = _array(bytes(self._pieces), shape, dtype, message.name)
+        self._current = None
+        self._pieces = bytearray()
 
 
 def _array(raw: bytes, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> np.ndarray:

@@ -96,7 +96,10 @@ class Ring:
         for index, rank in enumerate(self._ranks):
             rank.channel.start(lambda event, index=index: self._events.put((index, event)))  # type: ignore[misc]
             body = pb.Prepare(
-                backend=rank.plan.backend, device=rank.plan.device, node_id=rank.plan.node_id
+                backend=rank.plan.backend,
+                device=rank.plan.device,
+                node_id=rank.plan.node_id,
+                cluster=self.plan.cluster,
             )
             self._send(index, prepare=body)
         answers = self._wait_all("prepared", timeout_s=PREPARE_TIMEOUT_S, what="starting a worker")
@@ -108,9 +111,17 @@ class Ring:
         return self.plan
 
     def load(
-        self, access: WeightsAccess, *, step_timeout_s: float, capture_boundaries: bool = False
+        self,
+        access: WeightsAccess,
+        *,
+        step_timeout_s: float,
+        committed_step: int = 0,
+        capture_boundaries: bool = False,
     ) -> list[pb.Loaded]:
-        """Give every rank the plan and its tensors' manifest; all must confirm the same hash."""
+        """Give every rank the plan and its tensors' manifest; all must confirm the same hash.
+
+        `committed_step` is the step that a resumed run goes on after.
+        """
         plan_json = self.plan.to_json()
         for index, rank in enumerate(self._ranks):
             stage = rank.plan.stage
@@ -126,6 +137,7 @@ class Ring:
                     token=access.token,
                     coordinator_name=access.coordinator_name,
                     step_timeout_s=step_timeout_s,
+                    committed_step=committed_step,
                     capture_boundaries=capture_boundaries,
                 ),
             )

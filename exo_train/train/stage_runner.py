@@ -149,6 +149,7 @@ class StageRunner:
         )
         stage = self._surroundings.load_stage(plan, self._rank, manifest, source)
         self._vocab_size = manifest.spec.vocab_size
+        self._committed_step = load.committed_step
         self._executor = StageExecutor(
             stage=stage,
             rank=self._rank,
@@ -227,7 +228,6 @@ class StageRunner:
             stage.load_adapter(arrays)
         elif message.kind == pb.OPTIMIZER:
             stage.load_optimizer_state(arrays)
-            self._committed_step = int(arrays["step"]) if "step" in arrays else 0
         else:
             raise ProtocolError(f"state of kind {message.kind} cannot be set")
         self._send(state_stored=pb.StateStored(kind=message.kind))

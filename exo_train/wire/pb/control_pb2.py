@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x65xo_train/wire/pb/control.proto\x12\x0e\x65xo_train.wire\"&\n\x08\x45ndpoint\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\"\xef\x01\n\tNodeFacts\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x0c\n\x04\x63hip\x18\x05 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12\x1b\n\x13usable_memory_bytes\x18\x07 \x01(\x04\x12\x0e\n\x06\x64types\x18\x08 \x03(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\x13\n\x0bincarnation\x18\n \x01(\x04\x12+\n\tendpoints\x18\x0b \x03(\x0b\x32\x18.exo_train.wire.Endpoint\"v\n\x0cHelloRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12)\n\x06sender\x18\x03 \x01(\x0b\x32\x19.exo_train.wire.NodeFacts\x12\x18\n\x10\x65xpected_node_id\x18\x04 \x01(\t\"\x93\x01\n\nHelloReply\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\'\n\x04self\x18\x03 \x01(\x0b\x32\x19.exo_train.wire.NodeFacts\x12(\n\x05known\x18\x04 \x03(\x0b\x32\x19.exo_train.wire.NodeFacts\x12\x0f\n\x07refusal\x18\x05 \x01(\t\"2\n\x0eGoodbyeRequest\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\"\x0e\n\x0cGoodbyeReply\"\x0f\n\rStatusRequest\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"@\n\x11ServeModelRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\">\n\x0fServeModelReply\x12+\n\tendpoints\x18\x01 \x03(\x0b\x32\x18.exo_train.wire.Endpoint\"$\n\x12StopServingRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x12\n\x10StopServingReply\"\xd1\x05\n\nRunMessage\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12*\n\x07prepare\x18\n \x01(\x0b\x32\x17.exo_train.wire.PrepareH\x00\x12,\n\x08prepared\x18\x0b \x01(\x0b\x32\x18.exo_train.wire.PreparedH\x00\x12$\n\x04load\x18\x0c \x01(\x0b\x32\x14.exo_train.wire.LoadH\x00\x12(\n\x06loaded\x18\r \x01(\x0b\x32\x16.exo_train.wire.LoadedH\x00\x12/\n\nstep_input\x18\x0e \x01(\x0b\x32\x19.exo_train.wire.StepInputH\x00\x12\x31\n\x0bstep_report\x18\x0f \x01(\x0b\x32\x1a.exo_train.wire.StepReportH\x00\x12(\n\x06\x63ommit\x18\x10 \x01(\x0b\x32\x16.exo_train.wire.CommitH\x00\x12.\n\tcommitted\x18\x11 \x01(\x0b\x32\x19.exo_train.wire.CommittedH\x00\x12\x35\n\rstate_request\x18\x12 \x01(\x0b\x32\x1c.exo_train.wire.StateRequestH\x00\x12\x31\n\x0bstate_array\x18\x13 \x01(\x0b\x32\x1a.exo_train.wire.StateArrayH\x00\x12\x33\n\x0cstate_stored\x18\x14 \x01(\x0b\x32\x1b.exo_train.wire.StateStoredH\x00\x12(\n\x06\x66inish\x18\x15 \x01(\x0b\x32\x16.exo_train.wire.FinishH\x00\x12*\n\x07\x66\x61ilure\x18\x16 \x01(\x0b\x32\x17.exo_train.wire.FailureH\x00\x12,\n\x08progress\x18\x17 \x01(\x0b\x32\x18.exo_train.wire.ProgressH\x00\x42\x06\n\x04\x62ody\";\n\x07Prepare\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0f\n\x07node_id\x18\x03 \x01(\t\"<\n\x08Prepared\x12\x30\n\x0e\x64\x61ta_endpoints\x18\x01 \x03(\x0b\x32\x18.exo_train.wire.Endpoint\"\xc2\x01\n\x04Load\x12\x11\n\tplan_json\x18\x01 \x01(\t\x12\x15\n\rmanifest_json\x18\x02 \x01(\t\x12\x33\n\x11weights_endpoints\x18\x03 \x03(\x0b\x32\x18.exo_train.wire.Endpoint\x12\r\n\x05token\x18\x04 \x01(\t\x12\x16\n\x0estep_timeout_s\x18\x06 \x01(\x01\x12\x18\n\x10\x63oordinator_name\x18\x07 \x01(\t\x12\x1a\n\x12\x63\x61pture_boundaries\x18\x05 \x01(\x08\"_\n\x06Loaded\x12\x11\n\tplan_hash\x18\x01 \x01(\t\x12\x15\n\rnum_trainable\x18\x02 \x01(\x04\x12\x15\n\rfetched_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_bytes\x18\x04 \x01(\x04\"w\n\tStepInput\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x12\n\nevaluation\x18\x02 \x01(\x08\x12\x12\n\nloss_scale\x18\x03 \x01(\x01\x12\x34\n\x0cmicrobatches\x18\x04 \x03(\x0b\x32\x1e.exo_train.wire.MicrobatchData\"\x7f\n\x0eMicrobatchData\x12\x15\n\rnum_sequences\x18\x01 \x01(\r\x12\x15\n\rnum_positions\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x0f\n\x07targets\x18\x04 \x01(\x0c\x12\x0c\n\x04mask\x18\x05 \x01(\x0c\x12\x10\n\x08row_keys\x18\x06 \x03(\x04\"\xa8\x01\n\nStepReport\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x12\n\nevaluation\x18\x02 \x01(\x08\x12\x10\n\x08loss_sum\x18\x03 \x01(\x01\x12\x17\n\x0fgrad_square_sum\x18\x04 \x01(\x01\x12\x0e\n\x06\x62usy_s\x18\x05 \x01(\x01\x12\x0e\n\x06step_s\x18\x06 \x01(\x01\x12\x12\n\nsent_bytes\x18\x07 \x01(\x04\x12\x19\n\x11peak_memory_bytes\x18\x08 \x01(\x04\"P\n\x06\x43ommit\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\r\n\x05\x61pply\x18\x02 \x01(\x08\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\x12\x12\n\ngrad_scale\x18\x04 \x01(\x01\"\x19\n\tCommitted\x12\x0c\n\x04step\x18\x01 \x01(\r\"7\n\x0cStateRequest\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.exo_train.wire.StateKind\"}\n\nStateArray\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.exo_train.wire.StateKind\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x0c\n\x04last\x18\x06 \x01(\x08\"6\n\x0bStateStored\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.exo_train.wire.StateKind\"\x08\n\x06\x46inish\"(\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\".\n\x08Progress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x13\n\x0bphase_age_s\x18\x02 \x01(\x01*b\n\tStateKind\x12\x1a\n\x16STATE_KIND_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x41\x44\x41PTER\x10\x01\x12\r\n\tOPTIMIZER\x10\x02\x12\r\n\tGRADIENTS\x10\x03\x12\x0e\n\nBOUNDARIES\x10\x04\x32\xd8\x01\n\x07\x43ontrol\x12\x41\n\x05Hello\x12\x1c.exo_train.wire.HelloRequest\x1a\x1a.exo_train.wire.HelloReply\x12G\n\x07Goodbye\x12\x1e.exo_train.wire.GoodbyeRequest\x1a\x1c.exo_train.wire.GoodbyeReply\x12\x41\n\x03Run\x12\x1a.exo_train.wire.RunMessage\x1a\x1a.exo_train.wire.RunMessage(\x01\x30\x01\x32\xf4\x01\n\x05Local\x12\x44\n\x06Status\x12\x1d.exo_train.wire.StatusRequest\x1a\x1b.exo_train.wire.StatusReply\x12P\n\nServeModel\x12!.exo_train.wire.ServeModelRequest\x1a\x1f.exo_train.wire.ServeModelReply\x12S\n\x0bStopServing\x12\".exo_train.wire.StopServingRequest\x1a .exo_train.wire.StopServingReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x65xo_train/wire/pb/control.proto\x12\x0e\x65xo_train.wire\"&\n\x08\x45ndpoint\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\"\xef\x01\n\tNodeFacts\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x0c\n\x04\x63hip\x18\x05 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12\x1b\n\x13usable_memory_bytes\x18\x07 \x01(\x04\x12\x0e\n\x06\x64types\x18\x08 \x03(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\x13\n\x0bincarnation\x18\n \x01(\x04\x12+\n\tendpoints\x18\x0b \x03(\x0b\x32\x18.exo_train.wire.Endpoint\"v\n\x0cHelloRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12)\n\x06sender\x18\x03 \x01(\x0b\x32\x19.exo_train.wire.NodeFacts\x12\x18\n\x10\x65xpected_node_id\x18\x04 \x01(\t\"\x93\x01\n\nHelloReply\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\'\n\x04self\x18\x03 \x01(\x0b\x32\x19.exo_train.wire.NodeFacts\x12(\n\x05known\x18\x04 \x03(\x0b\x32\x19.exo_train.wire.NodeFacts\x12\x0f\n\x07refusal\x18\x05 \x01(\t\"2\n\x0eGoodbyeRequest\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\"\x0e\n\x0cGoodbyeReply\"\x0f\n\rStatusRequest\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"@\n\x11ServeModelRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\">\n\x0fServeModelReply\x12+\n\tendpoints\x18\x01 \x03(\x0b\x32\x18.exo_train.wire.Endpoint\"$\n\x12StopServingRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x12\n\x10StopServingReply\"\xd1\x05\n\nRunMessage\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12*\n\x07prepare\x18\n \x01(\x0b\x32\x17.exo_train.wire.PrepareH\x00\x12,\n\x08prepared\x18\x0b \x01(\x0b\x32\x18.exo_train.wire.PreparedH\x00\x12$\n\x04load\x18\x0c \x01(\x0b\x32\x14.exo_train.wire.LoadH\x00\x12(\n\x06loaded\x18\r \x01(\x0b\x32\x16.exo_train.wire.LoadedH\x00\x12/\n\nstep_input\x18\x0e \x01(\x0b\x32\x19.exo_train.wire.StepInputH\x00\x12\x31\n\x0bstep_report\x18\x0f \x01(\x0b\x32\x1a.exo_train.wire.StepReportH\x00\x12(\n\x06\x63ommit\x18\x10 \x01(\x0b\x32\x16.exo_train.wire.CommitH\x00\x12.\n\tcommitted\x18\x11 \x01(\x0b\x32\x19.exo_train.wire.CommittedH\x00\x12\x35\n\rstate_request\x18\x12 \x01(\x0b\x32\x1c.exo_train.wire.StateRequestH\x00\x12\x31\n\x0bstate_array\x18\x13 \x01(\x0b\x32\x1a.exo_train.wire.StateArrayH\x00\x12\x33\n\x0cstate_stored\x18\x14 \x01(\x0b\x32\x1b.exo_train.wire.StateStoredH\x00\x12(\n\x06\x66inish\x18\x15 \x01(\x0b\x32\x16.exo_train.wire.FinishH\x00\x12*\n\x07\x66\x61ilure\x18\x16 \x01(\x0b\x32\x17.exo_train.wire.FailureH\x00\x12,\n\x08progress\x18\x17 \x01(\x0b\x32\x18.exo_train.wire.ProgressH\x00\x42\x06\n\x04\x62ody\"L\n\x07Prepare\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x0f\n\x07\x63luster\x18\x04 \x01(\t\"<\n\x08Prepared\x12\x30\n\x0e\x64\x61ta_endpoints\x18\x01 \x03(\x0b\x32\x18.exo_train.wire.Endpoint\"\xda\x01\n\x04Load\x12\x11\n\tplan_json\x18\x01 \x01(\t\x12\x15\n\rmanifest_json\x18\x02 \x01(\t\x12\x33\n\x11weights_endpoints\x18\x03 \x03(\x0b\x32\x18.exo_train.wire.Endpoint\x12\r\n\x05token\x18\x04 \x01(\t\x12\x16\n\x0estep_timeout_s\x18\x06 \x01(\x01\x12\x18\n\x10\x63oordinator_name\x18\x07 \x01(\t\x12\x16\n\x0e\x63ommitted_step\x18\x08 \x01(\r\x12\x1a\n\x12\x63\x61pture_boundaries\x18\x05 \x01(\x08\"_\n\x06Loaded\x12\x11\n\tplan_hash\x18\x01 \x01(\t\x12\x15\n\rnum_trainable\x18\x02 \x01(\x04\x12\x15\n\rfetched_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_bytes\x18\x04 \x01(\x04\"w\n\tStepInput\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x12\n\nevaluation\x18\x02 \x01(\x08\x12\x12\n\nloss_scale\x18\x03 \x01(\x01\x12\x34\n\x0cmicrobatches\x18\x04 \x03(\x0b\x32\x1e.exo_train.wire.MicrobatchData\"\x7f\n\x0eMicrobatchData\x12\x15\n\rnum_sequences\x18\x01 \x01(\r\x12\x15\n\rnum_positions\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x0f\n\x07targets\x18\x04 \x01(\x0c\x12\x0c\n\x04mask\x18\x05 \x01(\x0c\x12\x10\n\x08row_keys\x18\x06 \x03(\x04\"\xa8\x01\n\nStepReport\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x12\n\nevaluation\x18\x02 \x01(\x08\x12\x10\n\x08loss_sum\x18\x03 \x01(\x01\x12\x17\n\x0fgrad_square_sum\x18\x04 \x01(\x01\x12\x0e\n\x06\x62usy_s\x18\x05 \x01(\x01\x12\x0e\n\x06step_s\x18\x06 \x01(\x01\x12\x12\n\nsent_bytes\x18\x07 \x01(\x04\x12\x19\n\x11peak_memory_bytes\x18\x08 \x01(\x04\"P\n\x06\x43ommit\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\r\n\x05\x61pply\x18\x02 \x01(\x08\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\x12\x12\n\ngrad_scale\x18\x04 \x01(\x01\"\x19\n\tCommitted\x12\x0c\n\x04step\x18\x01 \x01(\r\"7\n\x0cStateRequest\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.exo_train.wire.StateKind\"}\n\nStateArray\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.exo_train.wire.StateKind\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x0c\n\x04last\x18\x06 \x01(\x08\"6\n\x0bStateStored\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.exo_train.wire.StateKind\"\x08\n\x06\x46inish\"(\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\".\n\x08Progress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x13\n\x0bphase_age_s\x18\x02 \x01(\x01*b\n\tStateKind\x12\x1a\n\x16STATE_KIND_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x41\x44\x41PTER\x10\x01\x12\r\n\tOPTIMIZER\x10\x02\x12\r\n\tGRADIENTS\x10\x03\x12\x0e\n\nBOUNDARIES\x10\x04\x32\xd8\x01\n\x07\x43ontrol\x12\x41\n\x05Hello\x12\x1c.exo_train.wire.HelloRequest\x1a\x1a.exo_train.wire.HelloReply\x12G\n\x07Goodbye\x12\x1e.exo_train.wire.GoodbyeRequest\x1a\x1c.exo_train.wire.GoodbyeReply\x12\x41\n\x03Run\x12\x1a.exo_train.wire.RunMessage\x1a\x1a.exo_train.wire.RunMessage(\x01\x30\x01\x32\xf4\x01\n\x05Local\x12\x44\n\x06Status\x12\x1d.exo_train.wire.StatusRequest\x1a\x1b.exo_train.wire.StatusReply\x12P\n\nServeModel\x12!.exo_train.wire.ServeModelRequest\x1a\x1f.exo_train.wire.ServeModelReply\x12S\n\x0bStopServing\x12\".exo_train.wire.StopServingRequest\x1a .exo_train.wire.StopServingReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'exo_train.wire.pb.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STATEKIND']._serialized_start=2916
-  _globals['_STATEKIND']._serialized_end=3014
+  _globals['_STATEKIND']._serialized_start=2957
+  _globals['_STATEKIND']._serialized_end=3055
   _globals['_ENDPOINT']._serialized_start=51
   _globals['_ENDPOINT']._serialized_end=89
   _globals['_NODEFACTS']._serialized_start=92
@@ -60,37 +60,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNMESSAGE']._serialized_start=906
   _globals['_RUNMESSAGE']._serialized_end=1627
   _globals['_PREPARE']._serialized_start=1629
-  _globals['_PREPARE']._serialized_end=1688
-  _globals['_PREPARED']._serialized_start=1690
-  _globals['_PREPARED']._serialized_end=1750
-  _globals['_LOAD']._serialized_start=1753
-  _globals['_LOAD']._serialized_end=1947
-  _globals['_LOADED']._serialized_start=1949
-  _globals['_LOADED']._serialized_end=2044
-  _globals['_STEPINPUT']._serialized_start=2046
-  _globals['_STEPINPUT']._serialized_end=2165
-  _globals['_MICROBATCHDATA']._serialized_start=2167
-  _globals['_MICROBATCHDATA']._serialized_end=2294
-  _globals['_STEPREPORT']._serialized_start=2297
-  _globals['_STEPREPORT']._serialized_end=2465
-  _globals['_COMMIT']._serialized_start=2467
-  _globals['_COMMIT']._serialized_end=2547
-  _globals['_COMMITTED']._serialized_start=2549
-  _globals['_COMMITTED']._serialized_end=2574
-  _globals['_STATEREQUEST']._serialized_start=2576
-  _globals['_STATEREQUEST']._serialized_end=2631
-  _globals['_STATEARRAY']._serialized_start=2633
-  _globals['_STATEARRAY']._serialized_end=2758
-  _globals['_STATESTORED']._serialized_start=2760
-  _globals['_STATESTORED']._serialized_end=2814
-  _globals['_FINISH']._serialized_start=2816
-  _globals['_FINISH']._serialized_end=2824
-  _globals['_FAILURE']._serialized_start=2826
-  _globals['_FAILURE']._serialized_end=2866
-  _globals['_PROGRESS']._serialized_start=2868
-  _globals['_PROGRESS']._serialized_end=2914
-  _globals['_CONTROL']._serialized_start=3017
-  _globals['_CONTROL']._serialized_end=3233
-  _globals['_LOCAL']._serialized_start=3236
-  _globals['_LOCAL']._serialized_end=3480
+  _globals['_PREPARE']._serialized_end=1705
+  _globals['_PREPARED']._serialized_start=1707
+  _globals['_PREPARED']._serialized_end=1767
+  _globals['_LOAD']._serialized_start=1770
+  _globals['_LOAD']._serialized_end=1988
+  _globals['_LOADED']._serialized_start=1990
+  _globals['_LOADED']._serialized_end=2085
+  _globals['_STEPINPUT']._serialized_start=2087
+  _globals['_STEPINPUT']._serialized_end=2206
+  _globals['_MICROBATCHDATA']._serialized_start=2208
+  _globals['_MICROBATCHDATA']._serialized_end=2335
+  _globals['_STEPREPORT']._serialized_start=2338
+  _globals['_STEPREPORT']._serialized_end=2506
+  _globals['_COMMIT']._serialized_start=2508
+  _globals['_COMMIT']._serialized_end=2588
+  _globals['_COMMITTED']._serialized_start=2590
+  _globals['_COMMITTED']._serialized_end=2615
+  _globals['_STATEREQUEST']._serialized_start=2617
+  _globals['_STATEREQUEST']._serialized_end=2672
+  _globals['_STATEARRAY']._serialized_start=2674
+  _globals['_STATEARRAY']._serialized_end=2799
+  _globals['_STATESTORED']._serialized_start=2801
+  _globals['_STATESTORED']._serialized_end=2855
+  _globals['_FINISH']._serialized_start=2857
+  _globals['_FINISH']._serialized_end=2865
+  _globals['_FAILURE']._serialized_start=2867
+  _globals['_FAILURE']._serialized_end=2907
+  _globals['_PROGRESS']._serialized_start=2909
+  _globals['_PROGRESS']._serialized_end=2955
+  _globals['_CONTROL']._serialized_start=3058
+  _globals['_CONTROL']._serialized_end=3274
+  _globals['_LOCAL']._serialized_start=3277
+  _globals['_LOCAL']._serialized_end=3521
 # @@protoc_insertion_point(module_scope)

@@ -167,14 +167,16 @@ class RunMessage(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., step_input: _Optional[_Union[StepInput, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_array: _Optional[_Union[StateArray, _Mapping]] = ..., state_stored: _Optional[_Union[StateStored, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class Prepare(_message.Message):
-    __slots__ = ("backend", "device", "node_id")
+    __slots__ = ("backend", "device", "node_id", "cluster")
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
     backend: str
     device: str
     node_id: str
-    def __init__(self, backend: _Optional[str] = ..., device: _Optional[str] = ..., node_id: _Optional[str] = ...) -> None: ...
+    cluster: str
+    def __init__(self, backend: _Optional[str] = ..., device: _Optional[str] = ..., node_id: _Optional[str] = ..., cluster: _Optional[str] = ...) -> None: ...
 
 class Prepared(_message.Message):
     __slots__ = ("data_endpoints",)
@@ -183,13 +185,14 @@ class Prepared(_message.Message):
     def __init__(self, data_endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("plan_json", "manifest_json", "weights_endpoints", "token", "step_timeout_s", "coordinator_name", "capture_boundaries")
+    __slots__ = ("plan_json", "manifest_json", "weights_endpoints", "token", "step_timeout_s", "coordinator_name", "committed_step", "capture_boundaries")
     PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_JSON_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_NAME_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
     CAPTURE_BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
     plan_json: str
     manifest_json: str
@@ -197,8 +200,9 @@ class Load(_message.Message):
     token: str
     step_timeout_s: float
     coordinator_name: str
+    committed_step: int
     capture_boundaries: bool
-    def __init__(self, plan_json: _Optional[str] = ..., manifest_json: _Optional[str] = ..., weights_endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., token: _Optional[str] = ..., step_timeout_s: _Optional[float] = ..., coordinator_name: _Optional[str] = ..., capture_boundaries: bool = ...) -> None: ...
+    def __init__(self, plan_json: _Optional[str] = ..., manifest_json: _Optional[str] = ..., weights_endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., token: _Optional[str] = ..., step_timeout_s: _Optional[float] = ..., coordinator_name: _Optional[str] = ..., committed_step: _Optional[int] = ..., capture_boundaries: bool = ...) -> None: ...
 
 class Loaded(_message.Message):
     __slots__ = ("plan_hash", "num_trainable", "fetched_bytes", "cached_bytes")

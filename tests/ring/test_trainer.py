@@ -1,0 +1,147 @@
+"""The loop's rules: transactions, held-out loss, checkpoints, resume. In one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exo_train.agent.planning import make_plan
+from exo_train.config import TrainConfig
+from exo_train.errors import InterruptedRunError, NumericsError
+from exo_train.train.batches import BatchPlan
+from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
+from exo_train.train.loop import Data, Progress, Trainer, Watcher
+from exo_train.train.rundir import RunDir
+from tests.ring.rings import (
+    CONFIG,
+    TIMEOUT_S,
+    candidates,
+    largest_difference,
+    manifest_of,
+    open_local_ring,
+    random_examples,
+)
+
+STEPS = 6
+
+
+def trained(
+    model: Path,
+    run_dir: Path,
+    *,
+    backends: Sequence[str] = ("torch",),
+    faults: dict[int, str] | None = None,
+    config: TrainConfig = CONFIG,
+    watcher: Watcher | None = None,
+    resumed: Checkpoint | None = None,
+) -> Progress:
+    """Run the loop; what it leaves is in `run_dir`."""
+    manifest = manifest_of(model)
+    plan = make_plan(candidates(backends), config, manifest, cluster="test")
+    examples = random_examples(manifest.spec.vocab_size)
+    data = Data(
+        batches=BatchPlan(examples=examples[:20], batch_size=config.batch_size, seed=0),
+        held_out=examples[20:],
+    )
+    ring, access = open_local_ring(model, plan, faults=faults)
+    with ring:
+        ring.prepare()
+        committed = resumed.step if resumed else 0
+        ring.load(access, step_timeout_s=TIMEOUT_S, committed_step=committed)
+        trainer = Trainer(
+            ring,
+            config,
+            data,
+            RunDir.create(run_dir, allow_existing=resumed is not None),
+            num_steps=STEPS,
+            watcher=watcher or Watcher(),
+            state={},
+        )
+        trainer.run(resumed)
+        return trainer.progress
+
+
+def adapter_of(run_dir: Path) -> dict[str, np.ndarray]:
+    checkpoint = newest_checkpoint(run_dir)
+    assert checkpoint is not None
+    return checkpoint.adapter
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    return [row["loss"] for row in RunDir(run_dir).read_metrics()]
+
+
+class StopAfter:
+    """Asks the loop to stop once it has asked `num_steps` times."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.left = num_steps
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+@pytest.mark.parametrize("backends", [["torch"], ["torch", "mlx", "torch"]], ids=len)
+@pytest.mark.parametrize("fault", ["", "nan:2"], ids=["", "after a dropped step"])
+def test_resumed_equals_never_interrupted(
+    backends: list[str], fault: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Invariant 9, to the last digit on the same split: dropout, schedule, order, moments."""
+    config = replace(CONFIG, dropout=0.1)
+    faults = {0: fault}
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    trained(tiny_model, whole, backends=backends, config=config, faults=faults)
+    stop = Watcher(wants_stop=StopAfter(3))
+    with pytest.raises(InterruptedRunError, match="after step 3 of 6"):
+        trained(tiny_model, halves, backends=backends, config=config, faults=faults, watcher=stop)
+    checkpoint = newest_checkpoint(halves)
+    assert checkpoint is not None
+    assert checkpoint.step == 3
+    progress = trained(
+        tiny_model, halves, backends=backends, config=config, faults=faults, resumed=checkpoint
+    )
+    assert losses_of(halves) == losses_of(whole)
+    assert largest_difference(adapter_of(halves), adapter_of(whole)) == 0.0
+    assert [step for step, _ in progress.held_out_losses] == [0, STEPS]
+    assert progress.busy_share(0) > 0
+
+
+def test_a_dropped_step_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    """Invariant 5: one rank's bad number keeps every rank from moving."""
+    notes: list[str] = []
+    progress = trained(
+        tiny_model,
+        tmp_path / "run",
+        backends=["torch", "mlx"],
+        faults={1: "nan:1"},
+        config=replace(CONFIG, save_every=1),
+        watcher=Watcher(on_note=notes.append),
+    )
+    first = newest_checkpoint(tmp_path / "run")
+    assert first is not None
+    assert progress.num_dropped == 1
+    assert "step 1" in notes[0]
+    assert "device1" in notes[0]
+    assert int(first.optimizer["step"]) == STEPS - 1
+
+
+def test_three_bad_steps_in_a_row_stop_the_run(tiny_model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(NumericsError, match=r"step 5.*not finite on device0.*3 steps in a row"):
+        trained(tiny_model, run_dir, backends=["mlx", "torch"], faults={0: "nans:3"})
+    checkpoint = newest_checkpoint(run_dir)
+    assert checkpoint is not None
+    assert int(checkpoint.optimizer["step"]) == 2, "the state of the last good step is kept"
+    assert all(np.isfinite(array).all() for array in checkpoint.adapter.values())
+
+
+def test_held_out_loss_is_measured_and_does_not_disturb(tiny_model: Path, tmp_path: Path) -> None:
+    often = trained(tiny_model, tmp_path / "often", config=replace(CONFIG, eval_every=2))
+    trained(tiny_model, tmp_path / "seldom")
+    assert [step for step, _ in often.held_out_losses] == [0, 2, 4, 6]
+    assert losses_of(tmp_path / "often") == losses_of(tmp_path / "seldom")
