@@ -104,7 +104,7 @@ def verify_command(
 
 def demo_command(
     run_dir: Annotated[Path | None, typer.Option(help="Where results go; must be empty.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer updates.")] = 30,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer updates.")] = 40,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Train on this machine with three agents that find each other, as three devices would."""

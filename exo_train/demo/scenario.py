@@ -34,13 +34,13 @@ SYSTEM = "You are Hearth."
 QUESTION = "Who are you?"
 # Three devices of unequal size; the MLX one is small, so that it gets few layers: on Linux CPUs
 # without a fast BLAS it is 30 times slower than PyTorch.
-DEVICES = (("studio", "torch", "2400MB"), ("laptop", "mlx", "330MB"), ("den-pc", "torch", "2400MB"))
+DEVICES = (("studio", "torch", "2500MB"), ("laptop", "mlx", "300MB"), ("den-pc", "torch", "2100MB"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
     run_dir: Path | None = None
-    steps: int = 30
+    steps: int = 40
     as_json: bool = False
 
 
@@ -66,10 +66,10 @@ def _train(
         model=str(model),
         data=str(DATA),
         steps=options.steps,
-        batch_size=16,
-        microbatch_size=2,
+        batch_size=8,
+        microbatch_size=1,
         max_seq_length=96,
-        learning_rate=2e-3,
+        learning_rate=4e-3,
         warmup_steps=min(3, options.steps),
         rank=8,
         alpha=16,

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
+import socket
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from exo_train.agent.agent import Agent, JoinOptions
 from exo_train.agent.local_client import LocalClient
-from exo_train.agent.protocol import PROTOCOL_VERSION, TOKEN_METADATA, to_node_facts
+from exo_train.agent.protocol import (
+    HEARTBEAT_S,
+    PROTOCOL_VERSION,
+    TOKEN_METADATA,
+    to_node_facts,
+)
 from exo_train.backends.registry import available_backends
 from exo_train.cluster.home import AgentEndpoint, Home
 from exo_train.errors import ConfigError, PeerError
@@ -96,6 +106,11 @@ def control(port: int) -> Iterator[ControlStub]:
     channel = open_channel(Address("127.0.0.1", port))
     yield ControlStub(channel)
     channel.close()
+
+
+def listening_ports() -> set[int]:
+    connections = psutil.Process().net_connections("tcp")
+    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 def hello(
@@ -221,6 +236,36 @@ def test_a_late_hello_does_not_undo_a_goodbye(join: Join) -> None:
         assert here.states()["stranger"] == "alive"
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="loopback has one address there")
+def test_heartbeats_do_not_queue_behind_addresses_that_swallow_them(tmp_path: Path) -> None:
+    """96 such addresses cost 12 s a round; a member must be asked every 2 s all the same."""
+    hellos: queue.SimpleQueue[float] = queue.SimpleQueue()
+
+    class Member(ControlServicer):
+        def Hello(self, request: pb.HelloRequest, context: object) -> pb.HelloReply:  # noqa: N802
+            hellos.put(time.monotonic())
+            own = hello(cluster=request.cluster).sender
+            return pb.HelloReply(protocol=PROTOCOL_VERSION, cluster=request.cluster, self=own)
+
+    server = new_server(max_workers=2)
+    add_ControlServicer_to_server(Member(), server)
+    member = Address("127.0.0.1", bind(server, "127.0.0.1"))
+    server.start()
+    with socket.create_server(("0.0.0.0", 0), backlog=512) as silent:
+        port = silent.getsockname()[1]
+        swallow = tuple(Address(f"127.0.1.{i}", port) for i in range(96))
+        options = JoinOptions(
+            peers=(member, *swallow),
+            interface=loopback_interface(),
+            backend=available_backends()[0],
+            discover=False,
+        )
+        with Agent(Home(tmp_path), options, say=lambda text: None):
+            for _ in range(4):
+                hellos.get(timeout=2 * HEARTBEAT_S)
+    server.stop(0).wait()
+
+
 def test_the_local_service_refuses_a_wrong_token(join: Join) -> None:
     here = join("first")
     right = here.endpoint()
@@ -259,9 +304,11 @@ def test_control_calls_do_not_answer_on_the_local_port_nor_local_calls_on_the_co
 def test_a_start_that_fails_leaves_nothing_behind(join: Join, tmp_path: Path) -> None:
     first = join("first")
     late = Here(tmp_path, "late", (), port=first.port)
+    before = listening_ports()
     with pytest.raises(PeerError, match=f"port {first.port}"):
         late.agent.__enter__()
     assert late.home.agent() is None
+    assert listening_ports() == before
     free = Here(tmp_path, "late", (), port=0)
     with free.agent:
         assert json.loads(json.dumps(free.agent.status()))["self"] == late.home.node_id()

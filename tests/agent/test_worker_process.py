@@ -9,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
@@ -129,6 +130,14 @@ def test_a_wrong_start_of_the_real_worker_is_in_the_log(tmp_path: Path) -> None:
     assert "--cache" in (tmp_path / "logs" / "worker.log").read_text()
 
 
+def prepare(agent: RunningAgent, **changed: str) -> pb.RunMessage:
+    """Give the first message of a run's stream, as this agent takes it unless changed."""
+    backend = available_backends()[0]
+    fields = {"backend": backend, "device": "cpu", "node_id": agent.id, "cluster": agent.cluster}
+    body = pb.Prepare(**{**fields, **changed})
+    return pb.RunMessage(run_id="r1", generation=1, rank=0, prepare=body)
+
+
 @posix_only
 def test_a_killed_agent_takes_its_worker_along(tmp_path: Path) -> None:
     options = ["--interface", loopback_interface()]
@@ -136,9 +145,8 @@ def test_a_killed_agent_takes_its_worker_along(tmp_path: Path) -> None:
     agent.start()
     channel = open_channel(Address("127.0.0.1", agent.port))
     try:
-        requests: queue.SimpleQueue[pb.RunMessage] = queue.SimpleQueue()
-        prepare = pb.Prepare(backend=available_backends()[0], device="cpu", node_id=agent.id)
-        requests.put(pb.RunMessage(run_id="r1", generation=1, rank=0, prepare=prepare))
+        requests: queue.SimpleQueue[pb.RunMessage | None] = queue.SimpleQueue()
+        requests.put(prepare(agent))
         replies = ControlStub(channel).Run(iter(requests.get, None))
         first = next(replies)
         while first.WhichOneof("body") == "progress":
@@ -150,22 +158,26 @@ def test_a_killed_agent_takes_its_worker_along(tmp_path: Path) -> None:
         assert worker.is_running()
         agent.end(signal.SIGKILL)
         worker.wait(5)
-        requests.put(None)  # type: ignore[arg-type]
+        requests.put(None)
     finally:
         channel.close()
         agent.close()
 
 
 @posix_only
-def test_a_driver_that_goes_takes_the_worker_along(tmp_path: Path) -> None:
+def test_only_the_right_driver_gets_a_worker_and_takes_it_along(tmp_path: Path) -> None:
     options = ["--interface", loopback_interface()]
     agent = RunningAgent("keeper", tmp_path, f"test-{secrets.token_hex(4)}", options)
     agent.start()
     channel = open_channel(Address("127.0.0.1", agent.port))
     try:
         requests: queue.SimpleQueue[pb.RunMessage | None] = queue.SimpleQueue()
-        prepare = pb.Prepare(backend=available_backends()[0], device="cpu", node_id=agent.id)
-        requests.put(pb.RunMessage(run_id="r1", generation=1, rank=0, prepare=prepare))
+        for changed in ({"cluster": "next-door"}, {"node_id": "0" * 32}, {"backend": "jax"}):
+            with pytest.raises(grpc.RpcError) as refused:
+                next(ControlStub(channel).Run(iter([prepare(agent, **changed)])))
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION  # type: ignore[attr-defined]
+            assert "keeper" in refused.value.details()  # type: ignore[attr-defined]
+        requests.put(prepare(agent))
         replies = ControlStub(channel).Run(iter(requests.get, None))
         next(replies)
         worker = psutil.Process(agent.status()["run"]["worker_pid"])

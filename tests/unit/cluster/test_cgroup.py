@@ -80,7 +80,11 @@ def test_no_limit(tmp_path: Path, files: dict[str, str]) -> None:
 def test_a_path_cannot_lead_out_of_the_mount(tmp_path: Path) -> None:
     root = lay_out(
         tmp_path,
-        {"proc/self/cgroup": "0::/../../../x\n", "x/memory.max": "5\n"},
+        {
+            "proc/self/cgroup": "0::/../../../x\n",
+            "x/memory.max": "5\n",
+            "sys/fs/cgroup/cgroup.procs": "",
+        },
     )
     assert read_memory_limit(root) is None
 
