@@ -5,10 +5,12 @@ Pure: reads no file, knows no framework.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,17 +140,7 @@ def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
             return value
         raise refuse("true or false")
     if hint in (int, float):
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            raise refuse("a number")
-        try:
-            number = float(value)
-        except ValueError:
-            raise refuse("a number") from None
-        if hint is float:
-            return number
-        if number != int(number):
-            raise refuse("a whole number")
-        return int(number)
+        return _number(value, hint, refuse)
     if hint is str:
         if not isinstance(value, str):
             raise refuse("text")
@@ -158,6 +150,28 @@ def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
     if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
         return tuple(value)
     raise refuse("a list of names")
+
+
+def _number(value: Any, hint: Any, refuse: Callable[[str], ConfigError]) -> int | float:
+    """Read a finite number; whole ones without a detour through floats, which would round."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise refuse("a number")
+    if hint is int and not isinstance(value, float):
+        with contextlib.suppress(ValueError):  # perhaps "8.0" or "1e3"
+            return int(value)
+    try:
+        number = float(value)
+    except ValueError:
+        raise refuse("a number") from None
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise refuse("a finite number")
+    if hint is float:
+        return number
+    if number != int(number):
+        raise refuse("a whole number")
+    return int(number)
 
 
 def _check(config: TrainConfig) -> None:

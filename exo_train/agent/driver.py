@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -67,10 +67,11 @@ def train(
     narrator: Narrator,
     resume: Path | None = None,
 ) -> Outcome:
-    """Run to the end; raises an ExoTrainError that says what is saved where."""
-    checkpoint = None
-    if resume is not None:
-        config, checkpoint = _resumed(resume, config, narrator)
+    """Run to the end; raises an ExoTrainError that says what is saved where.
+
+    `config` of a resumed run is what `resumed_options` gives.
+    """
+    checkpoint = _newest(resume, narrator) if resume is not None else None
     files = read_data(config.data)
     model = open_for_run(home, config.model)
     model.manifest.spec.validate_max_seq_length(config.max_seq_length)
@@ -269,20 +270,33 @@ class _Finish:
         )
 
 
-def _resumed(run: Path, given: TrainConfig, narrator: Narrator) -> tuple[TrainConfig, Checkpoint]:
-    """Take the options of an earlier run, and the state of its newest whole checkpoint."""
-    directory = RunDir.open(run)
-    stored = TrainConfig.from_mapping(directory.read_config(), source=str(run / "config.yaml"))
-    changed = {name: getattr(given, name) for name in RESUME_MAY_CHANGE}
-    config = replace(stored, run_dir=str(run), **changed)
+def resumed_options(run: Path, changes: Mapping[str, Any]) -> TrainConfig:
+    """Give the options of an earlier run, with what was asked for anew.
+
+    Raises ConfigError for a change that would make it another run.
+    """
+    fixed = [name for name in changes if name not in RESUME_MAY_CHANGE]
+    if fixed:
+        raise ConfigError(
+            f"--{fixed[0].replace('_', '-')} cannot change on --resume: a resumed run goes on with "
+            f"the options it was started with; leave it out, or start a new run"
+        )
+    stored = TrainConfig.from_mapping(RunDir.open(run).read_config(), source=f"{run}/config.yaml")
+    return replace(
+        TrainConfig.from_mapping({**stored.to_dict(), **changes}, source="command line"),
+        run_dir=str(run),
+    )
+
+
+def _newest(run: Path, narrator: Narrator) -> Checkpoint:
     checkpoint = newest_checkpoint(run, say=narrator.on_note)
     if checkpoint is None:
         raise ConfigError(f"{run} has no whole checkpoint to resume from; start the run anew")
     narrator.on_note(
-        f"resuming after step {checkpoint.step}: everything but "
-        f"{', '.join(RESUME_MAY_CHANGE)} is taken from {run}"
+        f"resuming after step {checkpoint.step}: all options but "
+        f"{', '.join(RESUME_MAY_CHANGE)} are taken from {run}"
     )
-    return config, checkpoint
+    return checkpoint
 
 
 def _check_same(checkpoint: Checkpoint, state: dict[str, Any]) -> None:

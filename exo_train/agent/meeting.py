@@ -95,7 +95,9 @@ class Meeting:
         for call in calls:
             if call.exception() is not None:
                 log.debug("a goodbye was not heard: %s", call.exception())
-        for channel in self._channels.values():
+        with self._lock:  # searches may still be ending
+            channels = list(self._channels.values())
+        for channel in channels:
             channel.close()
 
     def suggest(self, address: Address, node_id: NodeId | None = None) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from exo_train.agent.driver import RESUME_MAY_CHANGE, Narrator, Outcome, train
+from exo_train.agent.driver import Narrator, Outcome, resumed_options, train
 from exo_train.cluster.home import open_home
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError
@@ -96,7 +96,9 @@ def train_command(
     save_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints; 0: at the end (20).")
     ] = None,
-    min_devices: Annotated[int | None, typer.Option(help="Wait for so many, else exit 3.")] = None,
+    min_devices: Annotated[
+        int | None, typer.Option(help="Wait for so many, else exit 3 (1).")
+    ] = None,
     device_wait_s: Annotated[
         float | None, typer.Option(help="How long to wait for devices, seconds (30).")
     ] = None,
@@ -130,14 +132,7 @@ def read_options(
 ) -> TrainConfig:
     """Join file and command line; the command line wins."""
     if resume is not None:
-        fixed = [name for name in given if name not in RESUME_MAY_CHANGE]
-        if fixed or file is not None:
-            name = fixed[0].replace("_", "-") if fixed else "config"
-            raise ConfigError(
-                f"--{name} cannot change on --resume: a resumed run goes on with the options it "
-                f"was started with; leave it out, or start a new run"
-            )
-        return TrainConfig.from_mapping(given, source="command line")
+        return resumed_options(resume, given if file is None else {**given, "config": file})
     values: dict[str, Any] = {}
     if file is not None:
         values = _read_yaml(file)

@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).with_name("cli_surface.txt")
 NOT_OF_THE_CONFIG = {"config", "resume", "as_json"}
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 # Their help says what happens without them instead of a number.
-SAID_IN_WORDS = {"steps", "microbatch_size", "eval_every", "min_devices"}
+SAID_IN_WORDS = {"steps", "microbatch_size", "eval_every"}
 
 
 def _described(parameter: Any) -> str:

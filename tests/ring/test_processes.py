@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from exo_train.agent.driver import Narrator, Outcome, train
+from exo_train.agent.driver import Narrator, Outcome, resumed_options, train
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, PeerError, PeerLostError
@@ -188,9 +188,8 @@ def test_interrupted_and_resumed_equals_never_interrupted(
     done = len(losses(run_dir))
     assert 0 < done < STEPS
 
-    run_training(
-        household.homes["hall"], TrainConfig(), run_dir, resume=run_dir, devices=("attic", "hall")
-    )
+    options = resumed_options(run_dir, {"devices": "attic,hall"})
+    run_training(household.homes["hall"], options, run_dir, resume=run_dir)
     assert len(losses(run_dir)) == STEPS
     assert_same_training(run_dir, one_device)
 

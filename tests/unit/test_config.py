@@ -15,6 +15,7 @@ from exo_train.agent.driver import RESUME_MAY_CHANGE
 from exo_train.cli.train_command import read_options
 from exo_train.config import ALL_TARGETS, TrainConfig
 from exo_train.errors import ConfigError
+from exo_train.train.rundir import RunDir
 
 NAMES = [field.name for field in dataclasses.fields(TrainConfig)]
 DEFAULTS = TrainConfig().to_dict()
@@ -50,6 +51,7 @@ FILE_AND_COMMAND_LINE: dict[str, tuple[Any, Any]] = {
     "eval_every": (10, 20),
     "save_every": (30, 40),
     "min_devices": (2, 3),
+    "device_wait_s": (5.0, 90.0),
     "devices": (["den-pc"], ["kitchen-mac", "den-pc"]),
     "run_dir": ("file-run", "line-run"),
     "step_timeout_s": (30.0, 60.0),
@@ -148,13 +150,13 @@ def test_whole_number_is_whole_however_it_is_written(value: Any) -> None:
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), "nan", "1e999"])
 def test_endless_and_undefined_numbers_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^ours.yaml: '{name}' must be"):
+    with pytest.raises(ConfigError, match=rf"^ours\.yaml: '{name}' must "):
         _from(**{name: value})
 
 
 @pytest.mark.parametrize("name", FRACTIONS)
 def test_number_too_large_for_a_float_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^ours.yaml: '{name}' must be"):
+    with pytest.raises(ConfigError, match=rf"^ours\.yaml: '{name}' must "):
         _from(**{name: 10**400})
 
 
@@ -202,7 +204,10 @@ def test_what_is_no_list_of_names_is_refused(value: Any) -> None:
         *[(name, 0, -1) for name in ("steps", "microbatch_size", "warmup_steps", "seed")],
         *[(name, 0, -1) for name in ("val_rows", "eval_every", "save_every")],
         *[(name, 0.0, -0.1) for name in ("weight_decay", "max_grad_norm", "dropout")],
-        *[(name, 1e-9, 0.0) for name in ("learning_rate", "alpha", "step_timeout_s")],
+        *[
+            (name, 1e-9, 0.0)
+            for name in ("learning_rate", "alpha", "step_timeout_s", "device_wait_s")
+        ],
         ("dropout", 0.99, 1.0),
         ("min_lr_ratio", 0.0, -0.1),
         ("min_lr_ratio", 1.0, 1.1),
@@ -338,9 +343,11 @@ def test_empty_file_says_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_resumed_run_keeps_what_decides_its_numbers(name: str, tmp_path: Path) -> None:
-    given = {name: FILE_AND_COMMAND_LINE[name][1]}
+    stored, asked = FILE_AND_COMMAND_LINE[name]
+    RunDir(tmp_path).write_config(TrainConfig().to_dict() | {name: stored})
+    assert read_options(None, {}, resume=tmp_path).to_dict()[name] in (stored, str(tmp_path))
     if name in RESUME_MAY_CHANGE:
-        assert read_options(None, given, resume=tmp_path).to_dict()[name] == given[name]
+        assert read_options(None, {name: asked}, resume=tmp_path).to_dict()[name] == asked
     else:
         with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} cannot change"):
-            read_options(None, given, resume=tmp_path)
+            read_options(None, {name: asked}, resume=tmp_path)
