@@ -18,7 +18,8 @@ from rich.text import Text
 from exo_train.plan.plan import Plan
 from exo_train.train.metrics import StepMetrics
 
-LINE_EVERY_STEPS = 1
+OVERALL_BAR_CELLS = 60
+DEVICE_BAR_CELLS = 12
 
 
 class RunScreen(Protocol):
@@ -126,15 +127,17 @@ class LiveScreen:
         self._live.stop()
 
     def _draw(self) -> RenderableType:
-        table = Table.grid(padding=(0, 2))
         assert self._plan is not None
+        overall = Table.grid()  # a bar alone does not end its line
+        overall.add_row(ProgressBar(1.0, self._done_share, width=OVERALL_BAR_CELLS))
+        devices = Table.grid(padding=(0, 2))
         for rank in self._plan.ranks:
             share = 0.0
             if self._metrics is not None:
                 share = 1 - self._metrics.ranks[rank.rank].bubble_fraction
-            bar = ProgressBar(total=1.0, completed=share, width=20)
-            table.add_row(stage_line(self._plan, rank.rank), bar, f"{share:4.0%} busy")
-        return Group(self._headline(), ProgressBar(1.0, self._done_share, width=60), table)
+            bar = ProgressBar(total=1.0, completed=share, width=DEVICE_BAR_CELLS)
+            devices.add_row(stage_line(self._plan, rank.rank), bar, f"{share:4.0%} busy")
+        return Group(self._headline(), overall, devices)
 
     def _headline(self) -> Text:
         metrics = self._metrics

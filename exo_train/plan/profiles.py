@@ -1,0 +1,68 @@
+"""What the measured planner works from: how fast devices and links are. Pure value types.
+
+Times are of one microbatch of the run's shape, in seconds; a layer's time is forward plus
+backward (recompute included where activations are checkpointed).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from exo_train.plan.memory import LayerCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """One device. `usable_bytes` is after its reserve; 0 keeps it out."""
+
+    name: str
+    usable_bytes: int
+    layer_s: float
+    embedding_s: float
+    head_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProfile:
+    """One direction between two devices; `medium` names what it shares with others (Wi-Fi air).
+
+    A message of b bytes takes `latency_s + b / bytes_per_s`; all links of one medium take turns.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    medium: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Household:
+    """Devices, and a link for every ordered pair of their indices."""
+
+    devices: tuple[DeviceProfile, ...]
+    links: dict[tuple[int, int], LinkProfile] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What one step asks of whatever devices do it.
+
+    `costs` are embedding, decoder layers (all alike) and head; `boundary_bytes` is one message,
+    one way; `per_stage` is added to every stage.
+    """
+
+    costs: tuple[LayerCost, ...]
+    boundary_bytes: int
+    num_microbatches: int
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    per_stage: LayerCost = LayerCost(static_bytes=0, per_microbatch_bytes=0)  # noqa: RUF009
+
+    def __post_init__(self) -> None:
+        if len(self.costs) < 3 or len(set(self.costs[1:-1])) > 1:
+            raise ValueError("costs must be embedding, one or more equal decoder layers and head")
+        if self.num_microbatches < 1 or self.boundary_bytes < 0:
+            raise ValueError("a step needs at least 1 microbatch and messages of 0 bytes or more")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.costs) - 2
