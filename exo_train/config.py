@@ -213,6 +213,13 @@ def _check(config: TrainConfig) -> None:
             raise ConfigError(f"'{name}' must be one of {', '.join(allowed)}, got '{value}'")
     if not config.targets:
         raise ConfigError(f"'targets' is empty; choose among {', '.join(ALL_TARGETS)}")
+    if len(set(config.targets)) != len(config.targets):
+        raise ConfigError(f"'targets' names a projection twice: {', '.join(config.targets)}")
+    if config.devices and config.min_devices > len(config.devices):
+        raise ConfigError(
+            f"'min_devices' {config.min_devices} is more than the {len(config.devices)} that "
+            f"'devices' names"
+        )
     for target in config.targets:
         if target not in ALL_TARGETS:
             raise ConfigError(

@@ -21,7 +21,7 @@ from exo_train.agent.remote_rank import RemoteRank
 from exo_train.agent.run_data import encode_data, fingerprint
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
-from exo_train.errors import ConfigError, ExoTrainError, InterruptedRunError
+from exo_train.errors import ConfigError, ExoTrainError, InterruptedRunError, NumericsError
 from exo_train.export.adapters import AdapterPaths, write_adapters
 from exo_train.models.hub import resolve_model
 from exo_train.models.manifest import ModelManifest, build_manifest
@@ -29,6 +29,7 @@ from exo_train.models.open import open_model
 from exo_train.models.tokenizer import load_tokenizer
 from exo_train.peer import Address, NodeId
 from exo_train.plan.plan import Plan
+from exo_train.shell import command_line
 from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
 from exo_train.train.loop import Data, Progress, Trainer, Watcher
 from exo_train.train.ring import Ring, WeightsAccess
@@ -37,6 +38,8 @@ from exo_train.train.rundir import DeviceSummary, RunDir, Summary, relative_to_r
 
 # What may differ when a run is resumed: where it runs, not what it computes.
 RESUME_MAY_CHANGE = ("devices", "min_devices", "device_wait_s", "save_every", "step_timeout_s")
+# Paths: their contents are compared instead.
+NOT_COMPARED = (*RESUME_MAY_CHANGE, "model", "data", "run_dir")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,29 +88,38 @@ def train(
     state = {
         "model_hash": model.manifest.model_hash,
         "data_hash": fingerprint(data.batches.examples),
+        "options": {k: v for k, v in config.to_dict().items() if k not in NOT_COMPARED},
     }
     if checkpoint is not None:
         _check_same(checkpoint, state)
     run_dir = _run_dir(home, config, resume)
-    with own_agent(home) as client:
-        candidates, status = wait_candidates(client, config, on_note=narrator.on_note)
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(own_agent(home))
+        candidates, status = wait_candidates(
+            client, config, on_note=narrator.on_note, wants_stop=watcher.wants_stop
+        )
         ordered = ring_order(candidates, NodeId(status["self"]))
         plan = make_plan(
             ordered, config, model.manifest, cluster=status["cluster"], on_note=narrator.on_note
         )
         directory = RunDir.create(run_dir, allow_existing=resume is not None)
+        stack.enter_context(directory.in_use())
+        # From here on the run can be taken up again with --resume, even from step 0.
         directory.write_config(_absolute(config, model.path, run_dir))
-        with open_ring(
-            client,
-            plan,
-            model,
-            status,
-            narrator,
-            config.step_timeout_s,
-            committed_step=checkpoint.step if checkpoint else 0,
-        ) as ring:
-            directory.write_plan(ring.plan.to_json())
-            return _train_on(ring, config, data, directory, model, watcher, state, checkpoint)
+        ring = stack.enter_context(
+            open_ring(
+                client,
+                plan,
+                model,
+                status,
+                narrator,
+                step_timeout_s=config.step_timeout_s,
+                committed_step=checkpoint.step if checkpoint else 0,
+                wants_stop=watcher.wants_stop,
+            )
+        )
+        directory.write_plan(ring.plan.to_json())
+        return _train_on(ring, config, data, directory, model, watcher, state, checkpoint)
 
 
 def open_for_run(home: Home, name: str) -> OpenedModel:
@@ -126,10 +138,11 @@ def open_ring(
     model: OpenedModel,
     status: dict[str, Any],
     narrator: Narrator,
-    step_timeout_s: float,
     *,
+    step_timeout_s: float,
     committed_step: int = 0,
     capture_boundaries: bool = False,
+    wants_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Ring]:
     """Start the workers, prove the links, load the tensors; all of it ends with the context."""
     addresses = {
@@ -141,7 +154,7 @@ def open_ring(
     endpoints = client.serve_model(run_id=plan.run_id, token=token, path=str(model.path))
     try:
         channels = [RemoteRank(rank.name, addresses[rank.node_id]) for rank in plan.ranks]
-        with Ring(plan, channels) as ring:
+        with Ring(plan, channels, wants_stop=wants_stop) as ring:
             narrator.on_plan(ring.prepare())
             access = WeightsAccess(
                 manifest=model.manifest,
@@ -183,11 +196,16 @@ def _train_on(
     try:
         trainer.run(checkpoint)
     except InterruptedRunError as error:
-        summary = finish.leave("interrupted")
-        raise InterruptedRunError(f"{error}; {finish.saved(summary)}") from None
+        raise InterruptedRunError(f"{error}; {finish.after_end('interrupted')}") from None
+    except NumericsError as error:
+        # Going on with the same options would end the same way.
+        left = finish.after_end("failed", can_resume=False)
+        raise NumericsError(f"{error}; {left}") from None
     except ExoTrainError as error:
-        summary = finish.leave("failed")
-        raise type(error)(f"{error}; {finish.saved(summary)}") from None
+        raise type(error)(f"{error}; {finish.after_end('failed')}") from None
+    except BaseException:
+        finish.after_end("failed")
+        raise
     return Outcome(run_dir=run_dir.path, summary=finish.leave("done"))
 
 
@@ -212,6 +230,7 @@ class _Finish:
         summary = Summary(
             status=status,
             steps=progress.step,
+            saved_step=progress.saved_step,
             loss_first=losses[0][1] if losses else None,
             loss_last=losses[-1][1] if losses else None,
             eval_loss_before=held_out[0][1] if held_out else None,
@@ -222,24 +241,35 @@ class _Finish:
             peft_adapter=relative["peft"],
             mlx_adapter=relative["mlx"],
         )
+        self.run_dir.write_summary(summary)
         if losses:
             self.run_dir.write_loss_plot(train=losses, held_out=held_out)
-        self.run_dir.write_summary(summary)
         return summary
 
-    def saved(self, summary: Summary) -> str:
-        """Say what is left and how to go on."""
-        if not self.progress.saved_step:
-            return f"nothing was saved yet (see {self.run_dir.path})"
-        return (
-            f"the work up to step {self.progress.saved_step} is saved; go on with: "
-            f"exo-train train --resume {self.run_dir.path}"
-        )
+    def after_end(self, status: str, *, can_resume: bool = True) -> str:
+        """Leave what there is after an early end; says what that is, and how to go on.
+
+        What goes wrong here must not hide why the run ended.
+        """
+        trouble = ""
+        try:
+            self.leave(status)
+        except ExoTrainError as error:
+            trouble = f" (and then: {error})"
+        path = self.run_dir.path
+        saved_step = self.progress.saved_step
+        if saved_step:
+            said = f"the work up to step {saved_step} is saved in {path}"
+        else:
+            said = f"nothing was saved yet in {path}"
+        if can_resume:
+            said += f"; go on with: {command_line('exo-train', 'train', '--resume', path)}"
+        return said + trouble
 
     def _write_adapters(self) -> AdapterPaths | None:
         """Write the newest checkpoint's adapter in both formats, with the tokenizer beside it."""
         checkpoint = newest_checkpoint(self.run_dir.path)
-        if checkpoint is None or checkpoint.step == 0:
+        if checkpoint is None or not checkpoint.optimizer["step"]:
             return None
         paths = write_adapters(
             self.run_dir.adapters,
@@ -247,7 +277,7 @@ class _Finish:
             lora=self.plan.lora,
             base_model=str(self.model.path),
             num_layers=self.plan.num_layers,
-            steps=checkpoint.step,
+            steps=int(checkpoint.optimizer["step"]),  # dropped steps trained nothing
         )
         tokenizer = load_tokenizer(self.model.path)
         for path in (paths.peft, paths.mlx):
@@ -288,23 +318,30 @@ def resumed_options(run: Path, changes: Mapping[str, Any]) -> TrainConfig:
     )
 
 
-def _newest(run: Path, narrator: Narrator) -> Checkpoint:
+def _newest(run: Path, narrator: Narrator) -> Checkpoint | None:
     checkpoint = newest_checkpoint(run, say=narrator.on_note)
-    if checkpoint is None:
-        raise ConfigError(f"{run} has no whole checkpoint to resume from; start the run anew")
+    step = checkpoint.step if checkpoint else 0
     narrator.on_note(
-        f"resuming after step {checkpoint.step}: all options but "
-        f"{', '.join(RESUME_MAY_CHANGE)} are taken from {run}"
+        f"resuming after step {step}: all options but {', '.join(RESUME_MAY_CHANGE)} are taken "
+        f"from {run}"
     )
     return checkpoint
 
 
 def _check_same(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    """Refuse to go on with something else than what the checkpoint was trained with."""
     for key, what in (("model_hash", "model"), ("data_hash", "data")):
         if checkpoint.state.get(key) != state[key]:
             raise ConfigError(
                 f"the {what} is not the one that {checkpoint.path} was trained with; bring the "
                 f"old one back, or start a new run"
+            )
+    stored, now = checkpoint.state.get("options", {}), state["options"]
+    for name, value in now.items():
+        if stored.get(name) != value:
+            raise ConfigError(
+                f"config.yaml says {name}: {value}, but {checkpoint.path} was trained with "
+                f"{stored.get(name)}; put it back, or start a new run"
             )
 
 

@@ -95,6 +95,7 @@ class Generator:
                 continue
             yield text[len(said) :]
             said = text
+        yield str(self._tokenizer.decode(ids, skip_special_tokens=True))[len(said) :]
 
     def _encode(self, prompt: str, system: str | None) -> list[int]:
         if not self._tokenizer.chat_template:

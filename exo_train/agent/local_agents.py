@@ -51,14 +51,14 @@ class LocalAgents:
         """Start `exo-train join` as `name`; `threads` are what its workers compute with."""
         home = Home(self.root / name)
         home.logs.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "exo_train", "join", "--headless", "--name", name]
-        command += ["--backend", backend, "--memory", memory, *options]
+        command = [sys.executable, "-m", "exo_train", "join", "--headless", "--tied"]
+        command += ["--name", name, "--backend", backend, "--memory", memory, *options]
         environment = self.environment(name) | {"OMP_NUM_THREADS": str(threads)}
         with self._log(name).open("ab") as log_file:
             self.processes[name] = subprocess.Popen(
                 command,
                 env=environment | dict(variables or {}),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # closes when this process ends, however it ends
                 stdout=log_file,
                 stderr=log_file,
                 start_new_session=True,  # Ctrl-C is for whoever started us, who then ends these

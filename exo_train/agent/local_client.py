@@ -85,6 +85,8 @@ def own_agent(home: Home) -> Iterator[LocalClient]:
 
 def stop_process(process: subprocess.Popen[bytes]) -> None:
     """Ask an agent to end, then insist."""
+    if process.stdin is not None:
+        process.stdin.close()
     process.terminate()
     try:
         process.wait(timeout=10)
@@ -98,8 +100,8 @@ def _start(home: Home) -> tuple[subprocess.Popen[bytes], AgentEndpoint]:
     log_path = home.logs / "agent.log"
     with log_path.open("ab") as log_file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "exo_train", "join", "--headless"],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "exo_train", "join", "--headless", "--tied"],
+            stdin=subprocess.PIPE,  # closes when this process ends, however it ends
             stdout=log_file,
             stderr=log_file,
             # Its own session: Ctrl-C on `train` is for `train`, which ends this agent afterwards.

@@ -12,11 +12,12 @@ from typing import Any
 from exo_train.agent.local_client import LocalClient
 from exo_train.agent.planning import Candidate
 from exo_train.config import TrainConfig
-from exo_train.errors import PeerError
+from exo_train.errors import ConfigError, InterruptedRunError, PeerError
 
 # A fresh agent needs a moment to hear the others (mDNS: 1.2 to 1.5 s measured on a bridge).
 SETTLE_S = 4.0
 POLL_S = 0.3
+MIN_ID_CHARS = 8
 
 
 def wait_candidates(
@@ -24,45 +25,82 @@ def wait_candidates(
     config: TrainConfig,
     *,
     on_note: Callable[[str], None] = lambda note: None,
+    wants_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Candidate], dict[str, Any]]:
     """Give the live members that the run may use, and the status they come from.
 
     Raises PeerError when fewer than `min_devices`, or not all of `devices`, come within
     `device_wait_s`.
     """
-    timeout_s = config.device_wait_s
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + config.device_wait_s
     said = False
     while True:
+        if wants_stop():
+            raise InterruptedRunError("stopped while waiting for devices; nothing was begun")
         status = client.status()
         live = [m for m in status["members"] if m["state"] == "alive"]
         own = next(m for m in live if m["id"] == status["self"])
-        missing = [name for name in config.devices if name not in {m["name"] for m in live}]
+        chosen, missing = _choose(live, config.devices)
         settled = own["since_s"] >= SETTLE_S or bool(config.devices) or config.min_devices > 1
-        if not missing and len(live) >= config.min_devices and settled:
-            chosen = [m for m in live if not config.devices or m["name"] in config.devices]
+        if not missing and len(chosen) >= config.min_devices and settled:
             _note_versions(chosen, own, on_note)
-            return [Candidate.from_status(member) for member in chosen], status
+            return _candidates(chosen), status
         if time.monotonic() > deadline_s:
-            raise PeerError(_missing_sentence(config, live, missing, timeout_s))
-        if not said and (missing or len(live) < config.min_devices):
+            raise PeerError(_missing_sentence(config, live, missing))
+        if not said and (missing or len(chosen) < config.min_devices):
             said = True
-            on_note(f"waiting up to {timeout_s:.0f} s for {_wanted(config, missing)}")
+            on_note(f"waiting up to {config.device_wait_s:.0f} s for {_wanted(config, missing)}")
         time.sleep(POLL_S)
+
+
+def _choose(
+    live: list[dict[str, Any]], wanted: tuple[str, ...]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Pick members by name, or by the start of their id; gives those, and what is missing.
+
+    Raises ConfigError for a name that several devices have.
+    """
+    if not wanted:
+        return live, []
+    chosen, missing = [], []
+    for text in wanted:
+        found = [m for m in live if m["name"] == text] or [
+            m for m in live if len(text) >= MIN_ID_CHARS and m["id"].startswith(text)
+        ]
+        if len(found) > 1:
+            ids = ", ".join(str(m["id"][:MIN_ID_CHARS]) for m in found)
+            raise ConfigError(
+                f"--devices: {len(found)} devices are called '{text}'; name them by the start of "
+                f"their ids: {ids}"
+            )
+        chosen += [m for m in found if m not in chosen]
+        missing += [] if found else [text]
+    return chosen, missing
+
+
+def _candidates(chosen: list[dict[str, Any]]) -> list[Candidate]:
+    """Tell devices of one name apart, as every message names them."""
+    names = [m["name"] for m in chosen]
+    return [
+        Candidate.from_status(
+            m
+            if names.count(m["name"]) == 1
+            else {**m, "name": f"{m['name']} ({m['id'][:MIN_ID_CHARS]})"}
+        )
+        for m in chosen
+    ]
 
 
 def _wanted(config: TrainConfig, missing: list[str]) -> str:
     return ", ".join(missing) if missing else f"{config.min_devices} devices"
 
 
-def _missing_sentence(
-    config: TrainConfig, live: list[dict[str, Any]], missing: list[str], timeout_s: float
-) -> str:
+def _missing_sentence(config: TrainConfig, live: list[dict[str, Any]], missing: list[str]) -> str:
     here = ", ".join(str(m["name"]) for m in live)
     return (
-        f"{_wanted(config, missing)} wanted, but after {timeout_s:.0f} s only these are here: "
-        f"{here}; start `exo-train join` on the others, or name one with `join --peer HOST:PORT` "
-        f"where multicast does not pass"
+        f"{_wanted(config, missing)} wanted, but after {config.device_wait_s:.0f} s only these are "
+        f"here: {here}; start `exo-train join` on the others, or name one with "
+        f"`join --peer HOST:PORT` where multicast does not pass"
     )
 
 

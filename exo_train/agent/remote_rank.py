@@ -89,6 +89,6 @@ def _reason(error: grpc.RpcError) -> str:
     details = (error.details() if hasattr(error, "details") else "") or ""
     if code is grpc.StatusCode.UNAVAILABLE:
         return "the connection to it broke (switched off, asleep, or its agent was ended?)"
-    if code is grpc.StatusCode.FAILED_PRECONDITION:
+    if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED):
         return details
     return f"its agent answered {code.name if code else 'an error'} {details}".strip()

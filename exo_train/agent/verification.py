@@ -21,11 +21,12 @@ from exo_train.agent.planning import Candidate, make_plan, ring_order
 from exo_train.backends.base import Arrays
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
-from exo_train.errors import DoesNotFitError
+from exo_train.errors import DoesNotFitError, NumericsError
 from exo_train.peer import NodeId
 from exo_train.plan.plan import Plan
 from exo_train.train.batches import Microbatch
 from exo_train.train.loop import merge
+from exo_train.train.metrics import finite_or_none
 from exo_train.train.ring import Ring
 from exo_train.wire.pb import control_pb2 as pb
 
@@ -67,6 +68,11 @@ def verify(home: Home, model_name: str, config: TrainConfig, narrator: Narrator)
         steps = _Steps(client, model, status, narrator, config.seed)
         ring = steps.run(plan)
         oracle = steps.run(one)
+        if not np.isfinite(oracle.loss) or not _all_finite(oracle.gradients):
+            raise NumericsError(
+                f"the model itself gives numbers that are not finite on {own.name} alone (loss "
+                f"{oracle.loss}): its files are damaged, or --dtype cannot hold its numbers"
+            )
         errors = errors_by_rank(plan, ring.gradients, oracle.gradients)
         kind = plan.wire_dtype if plan.wire_dtype != "fp32" else _coarsest(plan)
         loss_error = abs(ring.loss - oracle.loss) / max(abs(oracle.loss), 1e-12)
@@ -112,7 +118,7 @@ class _Steps:
             self._model,
             self._status,
             self._narrator,
-            STEP_TIMEOUT_S,
+            step_timeout_s=STEP_TIMEOUT_S,
             capture_boundaries=True,
         ) as ring:
             return measure(ring, self._microbatches)
@@ -165,6 +171,10 @@ def _all_on(plan: Plan, own: Candidate, one: Plan) -> Plan:
         for rank in plan.ranks
     )
     return replace(plan, ranks=ranks, run_id=plan.run_id + "split", wire_dtype=one.wire_dtype)
+
+
+def _all_finite(arrays: Arrays) -> bool:
+    return all(bool(np.isfinite(array).all()) for array in arrays.values())
 
 
 def relative_error(measured: np.ndarray, expected: np.ndarray) -> float:
@@ -232,9 +242,9 @@ def _report(
     return {
         "schema": 1,
         "ok": ok,
-        "loss_ring": ring.loss,
-        "loss_one": oracle.loss,
-        "loss_error": loss_error,
+        **finite_or_none(
+            {"loss_ring": ring.loss, "loss_one": oracle.loss, "loss_error": loss_error}
+        ),
         "tolerance": {"loss": LOSS_TOLERANCE[kind], "gradient": TOLERANCE[kind]},
         "wrong_rank": wrong,
         "stages": [
@@ -243,7 +253,7 @@ def _report(
                 "name": rank.name,
                 "backend": rank.backend,
                 "layers": [rank.stage.start, rank.stage.end],
-                "gradient_error": errors[rank.rank],
+                **finite_or_none({"gradient_error": errors[rank.rank]}),
                 "wrong": rank.rank == wrong,
             }
             for rank in plan.ranks

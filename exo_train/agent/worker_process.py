@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -45,6 +46,7 @@ class WorkerProcess:
         with log_path.open("ab") as log_file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
+                env=os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},  # as NVML counts them
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,

@@ -96,18 +96,6 @@ def generate(
     )
 
 
-def default_device() -> str:
-    return "gpu" if mx.is_available(mx.gpu) else "cpu"
-
-
-def native_dtypes(device: str) -> tuple[str, ...]:
-    """Give the dtypes computed without emulation, best first.
-
-    Measured on Linux CPUs: 16-bit products run at 4-5 GFLOP/s, float32 at over 100.
-    """
-    return ("bf16", "fp32", "fp16") if device == "gpu" else ("fp32",)
-
-
 def _checked_device(device: str) -> mx.Device:
     if device not in ("cpu", "gpu"):
         raise ConfigError(f"MLX knows no device '{device}'; use gpu or cpu")

@@ -57,14 +57,6 @@ class Backend(Protocol):
         """Yield the ids that follow `tokens`, with the adapter on; the stage is the whole model."""
         ...
 
-    def default_device(self) -> str:
-        """Name the device to use when the user names none."""
-        ...
-
-    def native_dtypes(self, device: str) -> tuple[str, ...]:
-        """Give the dtypes computed without emulation, best first; "fp32" is always among them."""
-        ...
-
 
 def available_backends() -> tuple[str, ...]:
     """Name the backends whose packages are installed, preferred first."""

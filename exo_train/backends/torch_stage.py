@@ -100,23 +100,6 @@ def generate(
     )
 
 
-def default_device() -> str:
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
-
-
-def native_dtypes(device: str) -> tuple[str, ...]:
-    """Give the dtypes computed without emulation, best first.
-
-    PyTorch's own query says yes to bf16 on cards that emulate it, hence the capability.
-    """
-    if not device.startswith("cuda"):
-        return ("fp32",)
-    capability = torch.cuda.get_device_capability(_checked_device(device))
-    if capability >= (8, 0):
-        return ("bf16", "fp32", "fp16")
-    return ("fp32", "fp16") if capability >= (7, 0) else ("fp32",)
-
-
 def _checked_device(device: str) -> torch.device:
     try:
         value = torch.device(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Annotated, Any
@@ -47,6 +48,7 @@ def join(
     backend: Annotated[str, typer.Option(help="auto, mlx or torch.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, gpu or cuda:N.")] = "auto",
     headless: Annotated[bool, typer.Option(help="Lines instead of a screen.")] = False,
+    tied: Annotated[bool, typer.Option(hidden=True, help="End when standard input does.")] = False,
 ) -> None:
     """Make this device a member and keep it one until Ctrl-C.
 
@@ -67,6 +69,8 @@ def join(
     if headless:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     ended = _end_signals()
+    if tied:
+        threading.Thread(target=_end_with_input, args=(ended,), daemon=True).start()
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
@@ -95,6 +99,13 @@ def status(
         typer.echo(json.dumps(content, indent=2))
     else:
         Console().print(status_table(content))
+
+
+def _end_with_input(ended: threading.Event) -> None:
+    """Set `ended` when whoever started this agent is gone: its end of the pipe closes."""
+    while sys.stdin.buffer.read(1):
+        pass
+    ended.set()
 
 
 def _end_signals() -> threading.Event:

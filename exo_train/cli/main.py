@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Fine-tune language models on the computers you have at home, together.",
     epilog="Exit codes: 0 done, 2 usage or data, 3 peer or network, 4 does not fit, "
-    "5 numbers went wrong, 130 interrupted with state saved.",
+    "5 numbers went wrong, 130 interrupted (what is saved is said).",
 )
 cluster_commands.register(app)
 train_command.register(app)

@@ -88,15 +88,15 @@ def verify_command(
     name = model or str(fetch_demo_model(home.cache, say=note))
     report = verify(home, name, config, Narrator(on_note=note))
     if as_json:
-        typer.echo(json.dumps(report))
+        typer.echo(json.dumps(report, allow_nan=False))
     else:
         console.print(verify_table(report))
     if not report["ok"]:
         wrong = next((stage for stage in report["stages"] if stage["wrong"]), None)
         where = f"rank {wrong['rank']} ({wrong['name']}) computes wrongly" if wrong else "?"
         raise NumericsError(
-            f"the ring does not equal one device: {where}; loss {report['loss_ring']:.7f} against "
-            f"{report['loss_one']:.7f}; do not train with that device until this is solved"
+            f"the ring does not equal one device: {where}; loss {report['loss_ring']} against "
+            f"{report['loss_one']}; do not train with that device until this is solved"
         )
     if not as_json:
         typer.echo("the ring equals one device")

@@ -17,6 +17,7 @@ from exo_train.agent.driver import Narrator, Outcome, resumed_options, train
 from exo_train.cluster.home import open_home
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError
+from exo_train.shell import command_line
 from exo_train.train.loop import Watcher
 from exo_train.ui.run_screen import RunScreen, make_screen
 
@@ -173,7 +174,8 @@ def describe(outcome: Outcome) -> str:
         )
     lines.append(f"loss curve: {outcome.run_dir / 'loss.png'}")
     lines.append(f"adapters: {outcome.run_dir / 'adapters'} (peft/ and mlx/)")
-    lines.append(f"try it: exo-train generate {outcome.run_dir} --prompt '…'")
+    try_it = command_line("exo-train", "generate", outcome.run_dir, "--prompt", "Who are you?")
+    lines.append(f"try it: {try_it}")
     return "\n".join(lines)
 
 
@@ -189,8 +191,10 @@ class _StopOnSignal:
         return self._wanted
 
     def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._on_signal)
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            if hasattr(signal, name):
+                number = getattr(signal, name)
+                self._before[number] = signal.signal(number, self._on_signal)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         for number, handler in self._before.items():
@@ -200,7 +204,7 @@ class _StopOnSignal:
         if self._wanted:
             os._exit(130)
         self._wanted = True
-        self._screen.note("stopping after this step; once more to stop at once")
+        self._screen.note("stopping as soon as all is saved; once more to stop at once")
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

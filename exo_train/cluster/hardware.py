@@ -132,6 +132,18 @@ def _choose_device(backend: str, wanted: str, *, num_cuda: int) -> str:
     return f"cuda:{int(index or 0)}"
 
 
+def _visible_cuda(count: int) -> list[int]:
+    """Give the NVML indices in the order in which PyTorch numbers them.
+
+    Workers set CUDA_DEVICE_ORDER=PCI_BUS_ID, NVML's order; UUIDs are not looked up.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return list(range(count))
+    parts = [part.strip() for part in visible.split(",")]
+    return [int(part) for part in parts if part.isdecimal() and int(part) < count]
+
+
 def _cuda_devices() -> list[tuple[str, int, int, tuple[int, int]]]:
     """List (name, total bytes, free bytes, compute capability) through NVML; [] without it."""
     try:
@@ -144,7 +156,7 @@ def _cuda_devices() -> list[tuple[str, int, int, tuple[int, int]]]:
         return []  # no NVIDIA driver
     try:
         found = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
+        for index in _visible_cuda(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)

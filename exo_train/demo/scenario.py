@@ -26,6 +26,7 @@ from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.models.hub import fetch_demo_model
+from exo_train.shell import command_line
 from exo_train.train.loop import Watcher
 from exo_train.ui.run_screen import RunScreen, make_screen
 
@@ -135,4 +136,5 @@ def _show(outcome: Outcome, before: str, after: str, *, as_json: bool) -> None:
     say(f"run directory: {outcome.run_dir}")
     say(f"loss curve:    {outcome.run_dir / 'loss.png'}")
     say(f"adapters:      {outcome.run_dir / 'adapters' / 'peft'} and mlx/ beside it")
-    say(f"ask yourself:  exo-train generate {outcome.run_dir} --system '{SYSTEM}' --prompt '…'")
+    ask = ("exo-train", "generate", outcome.run_dir, "--system", SYSTEM, "--prompt", "Any news?")
+    say(f"ask yourself:  {command_line(*ask)}")

@@ -1,4 +1,4 @@
-"""What a chain of devices can do at best. Owns periods, caps and splits of many chains at once.
+"""What a chain of devices can do at best. Owns splits, periods and estimates of many chains.
 
 Pure. Must not choose chains: that is `chain_search` and `exact`.
 
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from exo_train.plan.memory import LayerCost
 from exo_train.plan.partition import gpipe_depth, one_f_one_b_depth
 from exo_train.plan.profiles import DeviceProfile, Household, LinkProfile, Workload
-from exo_train.plan.step_time import Wire
+from exo_train.plan.step_time import FORWARD_SHARE, Wire
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -34,11 +34,13 @@ class Estimates:
     """By chain: `missing_layers` that no rank has memory for (if any, the times are inf).
 
     `period_s` is the largest of stage times, message times on one wire, and their sum on one
-    shared medium. `step_s` bounds a whole step from above (see `Chains.estimate`).
+    shared medium: no schedule can be faster. `steady_s` is what the schedule settles to, `step_s`
+    the time of all microbatches.
     """
 
     missing_layers: Ints
     period_s: Floats
+    steady_s: Floats
     step_s: Floats
     shared_hops: Ints
 
@@ -82,64 +84,58 @@ class Chains:
         self._layers_in_memory: dict[int, Ints] = {}
 
     def estimate(self, chains: Ints) -> Estimates:
-        """Judge chains of one length by their best splits.
+        """Judge chains of one length by the split with the smallest period.
 
-        With T the period and R a hop's round trip, a step of m microbatches takes at most
-        (m - 1) (T + H) + P T + sum of R. H is what 1F1B waits because rank i holds only P - i
-        microbatches: the largest, over neighbouring ranks i..j, of their hops' R over the number
-        of ranks. (Derived: F and B of these ranks make a cycle that takes their stage times and
-        these R, and moves j - i + 1 microbatches on; with delays alone there are no others.)
+        1F1B waits because rank i holds only P - i microbatches: forwards and backwards of
+        neighbouring ranks i..j make a cycle that takes their stage times and their hops' round
+        trips, and moves on by j - i + 1 microbatches (derived; with delays alone there are no
+        other cycles). GPipe does all forwards first, so its two ways never overlap. A step is the
+        way of one microbatch and then a period for each other.
         """
         hops = (chains[:, :-1], chains[:, 1:])
         back = (hops[1], hops[0])
-        compute_s = self.smallest_stage_period(chains)
-        wires_s = [self.serial_s[hops], self.serial_s[back]]
+        counts = self.splits(chains)
+        missing = self.num_layers - counts.sum(axis=1) + (counts < 1).sum(axis=1)
         media_s = [table[hops].sum(axis=1, keepdims=True) for table in self.on_medium_s]
-        period_s = np.max(np.hstack([compute_s[:, None], *wires_s, *media_s]), axis=1)
+        compute_s = self._times(chains, counts)
+        busy_s = np.hstack([compute_s, self.serial_s[hops], self.serial_s[back], *media_s])
         round_trips_s = self.round_trip_s[hops]
-        possible = np.isfinite(period_s) & np.isfinite(round_trips_s).all(axis=1)
-        steps_s = self._steps(
-            np.where(possible, period_s, 0.0), np.where(possible[:, None], round_trips_s, 0.0)
-        )
-        in_memory = self._most_layers(chains, len(self.periods_s) - 1)
+        possible = (missing == 0) & np.isfinite(np.hstack([busy_s, round_trips_s])).all(axis=1)
+        round_trips_s = np.where(possible[:, None], round_trips_s, 0.0)
+        period_s = np.where(possible, busy_s.max(axis=1), np.inf)
+        if self.workload.schedule == "1f1b":
+            pace_s = _slowest_cycle(compute_s, round_trips_s)
+        else:
+            pace_s = _pace_of_phases(compute_s, self.serial_s[hops], self.serial_s[back])
+        steady_s = np.maximum(period_s, pace_s)
+        repeats = self.workload.num_microbatches - 1
+        step_s = np.where(possible, steady_s, 0.0) * repeats
+        step_s += compute_s.sum(axis=1) + round_trips_s.sum(axis=1)
         return Estimates(
-            missing_layers=np.maximum(self.num_layers - in_memory.sum(axis=1), 0)
-            + (in_memory < 1).sum(axis=1),
+            missing_layers=missing,
             period_s=period_s,
-            step_s=np.where(possible, steps_s, np.inf),
+            steady_s=steady_s,
+            step_s=np.where(possible, step_s, np.inf),
             shared_hops=self.shared[hops].sum(axis=1),
         )
 
-    def _steps(self, period_s: Floats, round_trips_s: Floats) -> Floats:
-        num_ranks = round_trips_s.shape[1] + 1
-        stall_s = _stalls(round_trips_s) if self.workload.schedule == "1f1b" else 0.0
-        repeats = self.workload.num_microbatches - 1
-        filling_s = num_ranks * period_s + round_trips_s.sum(axis=1)
-        return np.asarray(repeats * (period_s + stall_s) + filling_s)
+    def splits(self, chains: Ints) -> Ints:
+        """Give the decoder layers by (chain, rank) with the smallest largest stage time.
 
-    def smallest_stage_period(self, chains: Ints) -> Floats:
-        """Give the smallest largest stage time of each chain; inf where no split fits."""
-        index = self._smallest_index(chains)
-        return np.append(self.periods_s, np.inf)[index]
-
-    def split(self, chain: Ints) -> list[int]:
-        """Give the decoder layers of each rank, at the chain's smallest stage period.
-
-        What ranks could do beyond the model is taken from where it shortens the longest stage.
+        What memory cannot hold is left out. Where ranks could do more than the model in that
+        time, the excess is taken from the slowest, so that the rest is even too.
         """
-        row = chain[None, :]
-        counts = self._most_layers(row, int(self._smallest_index(row)[0]))[0].tolist()
-        for _ in range(sum(counts) - self.num_layers):
-            slowest = max(
-                (rank for rank in range(len(counts)) if counts[rank] > 1),
-                key=lambda rank: self.time_s(chain, rank, counts[rank]),
-            )
-            counts[slowest] -= 1
-        return [int(count) for count in counts]
+        if chains.shape[1] > self.num_layers:
+            return np.zeros_like(chains)
+        counts = self._most_layers(chains, self._smallest_index(chains))
+        while (excess := counts.sum(axis=1) > self.num_layers).any():
+            times_s = np.where(counts > 1, self._times(chains, counts), -1.0)
+            rows = np.flatnonzero(excess)
+            counts[rows, times_s[rows].argmax(axis=1)] -= 1
+        return counts
 
-    def time_s(self, chain: Ints, rank: int, num_layers: int) -> float:
-        head = rank == len(chain) - 1
-        return float(self.stage_s[chain[rank], int(rank == 0), int(head), num_layers])
+    def stage_times(self, chain: Ints, counts: Ints) -> list[float]:
+        return [float(time_s) for time_s in self._times(chain[None, :], counts[None, :])[0]]
 
     def wire(self, source: int, target: int) -> Wire:
         link = self.links[source, target]
@@ -180,44 +176,44 @@ class Chains:
                 free = [device.usable_bytes - fixed_bytes for device in self.devices]
                 rows.append(
                     [
-                        max(-1, min(self.num_layers, bytes_ // layer_bytes))
+                        max(0, min(self.num_layers, bytes_ // layer_bytes))
                         if layer_bytes
-                        else (self.num_layers if bytes_ >= 0 else -1)
+                        else (self.num_layers if bytes_ >= 0 else 0)
                         for bytes_ in free
                     ]
                 )
             self._layers_in_memory[num_ranks] = np.array(rows)
         return self._layers_in_memory[num_ranks]
 
-    def _most_layers(self, chains: Ints, index: Ints | int) -> Ints:
-        """Give by (chain, rank) the most layers within periods_s[index] and memory; 0: none."""
-        num_ranks = chains.shape[1]
-        in_memory = self._caps(num_ranks)
+    def _most_layers(self, chains: Ints, index: Ints) -> Ints:
+        """Give by (chain, rank) what memory allows of one layer and more in periods_s[index]."""
+        in_memory = self._caps(chains.shape[1])
         columns = []
-        for rank in range(num_ranks):
+        for rank in range(chains.shape[1]):
             device = chains[:, rank]
-            head = int(rank == num_ranks - 1)
+            head = int(rank == chains.shape[1] - 1)
             in_time = self.layers_in_time[device, int(rank == 0), head, index]
-            columns.append(np.minimum(in_time, in_memory[rank, device]))
-        return np.maximum(np.stack(columns, axis=1), 0)
+            columns.append(np.minimum(np.maximum(in_time, 1), in_memory[rank, device]))
+        return np.stack(columns, axis=1)
 
     def _smallest_index(self, chains: Ints) -> Ints:
-        """Bisect periods_s for each chain; its length where none will do."""
+        """Bisect periods_s for each chain; the last one where no split will do."""
         low = np.zeros(len(chains), dtype=np.int64)
-        high = np.full(len(chains), len(self.periods_s))
-        if chains.shape[1] > self.num_layers:
-            return high
+        high = np.full(len(chains), len(self.periods_s) - 1)
         while (low < high).any():
-            middle = np.minimum((low + high) // 2, len(self.periods_s) - 1)
-            most = self._most_layers(chains, middle)
-            enough = (most.sum(axis=1) >= self.num_layers) & (most > 0).all(axis=1)
-            open_ = low < high
-            high = np.where(open_ & enough, middle, high)
-            low = np.where(open_ & ~enough, middle + 1, low)
+            middle = (low + high) // 2
+            enough = self._most_layers(chains, middle).sum(axis=1) >= self.num_layers
+            high = np.where(enough, middle, high)
+            low = np.where(enough, low, np.minimum(middle + 1, high))
         return low
 
+    def _times(self, chains: Ints, counts: Ints) -> Floats:
+        rank = np.arange(chains.shape[1])
+        first, last = (rank == 0).astype(int), (rank == chains.shape[1] - 1).astype(int)
+        return np.asarray(self.stage_s[chains, first, last, counts])
 
-def serial_s(link: LinkProfile, num_bytes: int) -> float:
+
+def serial_s(link: LinkProfile, num_bytes: float) -> float:
     """Give how long `num_bytes` occupy a link; inf on one that carries nothing."""
     return num_bytes / link.bytes_per_s if link.bytes_per_s > 0 else np.inf
 
@@ -237,12 +233,21 @@ def _held_bytes(cost: LayerCost, depth: int) -> int:
     return cost.static_bytes + depth * cost.per_microbatch_bytes
 
 
-def _stalls(round_trips_s: Floats) -> Floats:
-    """Give the largest sum over neighbouring hops, each over its number of ranks."""
-    num_hops = round_trips_s.shape[1]
-    sums = np.cumsum(np.hstack([np.zeros((len(round_trips_s), 1)), round_trips_s]), axis=1)
+def _slowest_cycle(compute_s: Floats, round_trips_s: Floats) -> Floats:
+    """Give the largest, over neighbouring ranks, of their times and round trips per rank."""
+    zero = np.zeros((len(compute_s), 1))
+    ranks_s = np.cumsum(np.hstack([zero, compute_s]), axis=1)
+    hops_s = np.cumsum(np.hstack([zero, round_trips_s]), axis=1)
+    num_ranks = compute_s.shape[1]
     means = [
-        (sums[:, length:] - sums[:, : num_hops - length + 1]) / (length + 1)
-        for length in range(1, num_hops + 1)
+        (ranks_s[:, n:] - ranks_s[:, :-n] + hops_s[:, n - 1 :] - hops_s[:, : num_ranks - n + 1]) / n
+        for n in range(1, num_ranks + 1)
     ]
-    return np.max(np.hstack(means), axis=1) if means else np.zeros(len(round_trips_s))
+    return np.asarray(np.hstack(means).max(axis=1))
+
+
+def _pace_of_phases(compute_s: Floats, up_s: Floats, down_s: Floats) -> Floats:
+    """Give the slowest forward or message up, plus the slowest backward or message down."""
+    forward_s = np.hstack([FORWARD_SHARE * compute_s, up_s]).max(axis=1)
+    backward_s = np.hstack([(1 - FORWARD_SHARE) * compute_s, down_s]).max(axis=1)
+    return np.asarray(forward_s + backward_s)

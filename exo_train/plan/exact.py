@@ -2,10 +2,11 @@
 
 Owns the choice and its prediction. Pure. Must not measure: profiles and costs are arguments.
 
-What is exact, for up to 8 devices: every ordered choice of devices is judged by its best split,
-so for each number of devices no plan has a smaller bound on the step (`Chains.estimate`); with
-links that cost nothing, that is the smallest period. Between numbers of devices the simulated
-step decides. Beyond 8 devices splits are exact too, but orders come from a beam search.
+What is exact: the split of each ordered choice of devices has the smallest largest stage time
+that memory allows. Up to 8 devices every ordered choice is judged, so for each number of devices
+the one with the shortest estimated step is found, and the best few are simulated; beyond, ordered
+choices come from a beam search. The simulated step decides, also between numbers of devices: a
+short step of few microbatches is better off with fewer stages than the smallest period has.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from exo_train.plan.partition import (
     partition,
 )
 from exo_train.plan.profiles import Household, Workload
-from exo_train.plan.schedule import build_schedule
+from exo_train.plan.schedule import Schedule, build_schedule
 from exo_train.plan.stages import StageSpec
-from exo_train.plan.step_time import Wire, step_time_s
+from exo_train.plan.step_time import step_time_s
 
 # Measurements are no better than this: within it, the simpler plan wins.
 TIE = 1.01
+# Of each number of devices; all there are for up to 4 devices.
+MAX_SIMULATED = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +55,15 @@ class ExactPlan:
     """A ring and its prediction.
 
     `period_s` is the largest of the stages' times, the messages' times on a wire, and their sum
-    on a shared medium; `step_s` is the simulated time of all microbatches, with bubble, latencies
-    and the schedule's limited depth. `exact` tells that all orders were tried. `shared_hops` are
-    those over a shared medium.
+    on a shared medium; `steady_s`, at least as long, is the time per microbatch that the schedule
+    settles to (1F1B has few microbatches in flight). `step_s` is the simulated time of all
+    microbatches. `exact` tells that all orders were tried; `shared_hops` are those over a shared
+    medium.
     """
 
     stages: tuple[PlannedStage, ...]
     period_s: float
+    steady_s: float
     step_s: float
     shared_hops: int
     exact: bool
@@ -97,9 +102,9 @@ def plans_by_size(household: Household, workload: Workload) -> tuple[ExactPlan, 
         seed = np.array([a.device for a in _fit_in_memory(canonical, workload)])
     plans = []
     for candidates in chains_by_length(chains, seed=seed):
-        best = _best_chain(chains, candidates)
-        if best is not None:
-            plans.append(_plan(chains, best, order))
+        plan = _best_plan(chains, candidates, order)
+        if plan is not None:
+            plans.append(plan)
     if not plans:
         _fit_in_memory(canonical, workload)
         names = ", ".join(device.name for device in canonical.devices)
@@ -126,56 +131,56 @@ def _canonical(household: Household) -> tuple[list[int], Household]:
     return order, Household(devices=tuple(devices[index] for index in order), links=links)
 
 
-def _best_chain(chains: Chains, candidates: Ints) -> Ints | None:
-    """Take the smallest step; within 1 % fewest shared hops; then the first."""
+def _best_plan(chains: Chains, candidates: Ints, order: Sequence[int]) -> ExactPlan | None:
+    """Simulate the chains with the best estimates and take the shortest step."""
     found = chains.estimate(candidates)
-    shortest_s = found.step_s.min()
-    if not np.isfinite(shortest_s):
+    best = found.better_first()[:MAX_SIMULATED]
+    best = best[np.isfinite(found.step_s[best])]
+    if not len(best):
         return None
-    untied = np.where(found.step_s <= TIE * shortest_s, found.shared_hops, len(chains.devices))
-    best: Ints = candidates[np.lexsort((found.step_s, untied))[0]]
-    return best
+    schedule = build_schedule(
+        chains.workload.schedule,
+        num_ranks=candidates.shape[1],
+        num_microbatches=chains.workload.num_microbatches,
+    )
+    return shortest([_plan(chains, candidates[row], order, schedule) for row in best])
 
 
-def _plan(chains: Chains, chain: Ints, order: Sequence[int]) -> ExactPlan:
-    counts = chains.split(chain)
-    ends = np.cumsum(counts).tolist()
-    num_ranks = len(counts)
+def _plan(chains: Chains, chain: Ints, order: Sequence[int], schedule: Schedule) -> ExactPlan:
+    counts = chains.splits(chain[None, :])[0]
+    times_s = chains.stage_times(chain, counts)
+    num_ranks = len(chain)
+    ends = np.cumsum(counts)
     stages = tuple(
         PlannedStage(
             device=order[chain[rank]],
             stage=StageSpec(
-                start=end - count, end=end, embedding=rank == 0, head=rank == num_ranks - 1
+                start=int(ends[rank] - counts[rank]),
+                end=int(ends[rank]),
+                embedding=rank == 0,
+                head=rank == num_ranks - 1,
             ),
-            time_s=chains.time_s(chain, rank, count),
-            memory_bytes=chains.memory_bytes(rank, num_ranks, count),
+            time_s=times_s[rank],
+            memory_bytes=chains.memory_bytes(rank, num_ranks, int(counts[rank])),
             usable_bytes=chains.devices[chain[rank]].usable_bytes,
             in_flight=chains.depth(rank, num_ranks),
         )
-        for rank, (count, end) in enumerate(zip(counts, ends, strict=True))
+        for rank in range(num_ranks)
     )
     found = chains.estimate(chain[None, :])
+    hops = list(zip(chain[:-1].tolist(), chain[1:].tolist(), strict=True))
     return ExactPlan(
         stages=stages,
         period_s=float(found.period_s[0]),
-        step_s=_simulated_step_s(chains, chain, [stage.time_s for stage in stages]),
+        steady_s=float(found.steady_s[0]),
+        step_s=step_time_s(
+            schedule,
+            times_s,
+            up=[chains.wire(a, b) for a, b in hops],
+            down=[chains.wire(b, a) for a, b in hops],
+        ),
         shared_hops=int(found.shared_hops[0]),
         exact=len(chains.devices) <= MAX_DEVICES_FOR_ALL,
-    )
-
-
-def _simulated_step_s(chains: Chains, chain: Ints, stage_s: Sequence[float]) -> float:
-    schedule = build_schedule(
-        chains.workload.schedule,
-        num_ranks=len(chain),
-        num_microbatches=chains.workload.num_microbatches,
-    )
-    hops = list(zip(chain[:-1].tolist(), chain[1:].tolist(), strict=True))
-    return step_time_s(
-        schedule,
-        stage_s,
-        up=[chains.wire(a, b) for a, b in hops],
-        down=[chains.wire(b, a) for a, b in hops],
     )
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,10 +166,11 @@ def newest_checkpoint(
     return None
 
 
-def prune(run_dir: Path, *, keep: int) -> list[Path]:
+def prune(run_dir: Path, *, keep: int, verified: Collection[Path] = ()) -> list[Path]:
     """Delete what is older than the `keep` newest whole checkpoints; gives the paths deleted.
 
-    Damaged ones do not count, so the last good one cannot be deleted for their sake.
+    Damaged ones do not count, so the last good one cannot be deleted for their sake. Those in
+    `verified` are known to be whole and are not read again.
     """
     if keep < 1:
         raise ConfigError(f"'keep' must be at least 1, got {keep}")
@@ -184,7 +185,7 @@ def prune(run_dir: Path, *, keep: int) -> list[Path]:
                 path.rename(doomed)
                 _remove(doomed)
             removed.append(path)
-        elif _is_whole(path):
+        elif path in verified or _is_whole(path):
             whole += 1
     return removed
 

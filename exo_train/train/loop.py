@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from exo_train.backends.base import Arrays
@@ -96,6 +97,7 @@ class Trainer:
         self._watcher = watcher
         self._state = state  # goes into every checkpoint, to be compared on resume
         self._microbatch_size = ring.plan.microbatch_size
+        self._verified: set[Path] = set()  # checkpoints that this run wrote and read back
 
     def run(self, resumed: Checkpoint | None = None) -> None:
         """Train to the last step; raises InterruptedRunError with everything saved."""
@@ -106,11 +108,14 @@ class Trainer:
             self._restore(resumed)
         else:
             self._evaluate()
+        if not all(math.isfinite(loss) for _, loss in progress.held_out_losses[:1]):
+            raise NumericsError(
+                "the held-out loss is not finite before any training: the model's files are "
+                "damaged, or --dtype cannot hold its numbers; try --dtype fp32"
+            )
         for step in range(progress.step + 1, self._num_steps + 1):
+            self._stop_if_wanted()
             self._train_step(step)
-            if self._watcher.wants_stop() and step < self._num_steps:
-                self._save()
-                raise InterruptedRunError(f"stopped after step {step} of {self._num_steps}")
             if self._config.eval_every and step % self._config.eval_every == 0:
                 self._evaluate()
             if self._config.save_every and step % self._config.save_every == 0:
@@ -119,6 +124,14 @@ class Trainer:
         self._save()
         if progress.num_dropped == self._num_steps:
             raise NumericsError("no step was finite: nothing was trained")
+
+    def _stop_if_wanted(self) -> None:
+        if self._watcher.wants_stop():
+            if self.progress.step:
+                self._save()
+            raise InterruptedRunError(
+                f"stopped after step {self.progress.step} of {self._num_steps}"
+            )
 
     def adapter(self) -> Arrays:
         """Collect the adapter of all layers from all ranks."""
@@ -233,8 +246,8 @@ class Trainer:
         if progress.dropped_in_a_row >= MAX_DROPPED_IN_A_ROW:
             self._save()
             raise NumericsError(
-                f"{sentence}; {MAX_DROPPED_IN_A_ROW} steps in a row were dropped; the adapter "
-                f"before them is saved; try a lower learning rate or --dtype fp32"
+                f"{sentence}; {MAX_DROPPED_IN_A_ROW} steps in a row were dropped; start a new run "
+                f"with a lower --learning-rate or --dtype fp32"
             )
         self._watcher.on_note(f"{sentence}; the step is dropped on all devices")
 
@@ -269,9 +282,12 @@ class Trainer:
         state = self._state | {
             "tokens": progress.tokens,
             "seconds": progress.seconds,
-            "held_out_losses": [list(point) for point in progress.held_out_losses],
+            "held_out_losses": [
+                [step, loss if math.isfinite(loss) else None]
+                for step, loss in progress.held_out_losses
+            ],
         }
-        save_checkpoint(
+        saved = save_checkpoint(
             self._run_dir.path,
             step=progress.step,
             adapter=self.adapter(),
@@ -279,7 +295,8 @@ class Trainer:
             state=state,
         )
         progress.saved_step = progress.step
-        prune(self._run_dir.path, keep=KEPT_CHECKPOINTS)
+        self._verified.add(saved)
+        prune(self._run_dir.path, keep=KEPT_CHECKPOINTS, verified=self._verified)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Put a checkpoint's state on the ranks and go on after its step."""
@@ -290,7 +307,8 @@ class Trainer:
         progress.tokens = int(checkpoint.state["tokens"])
         progress.seconds = float(checkpoint.state["seconds"])
         progress.held_out_losses = [
-            (int(step), float(loss)) for step, loss in checkpoint.state["held_out_losses"]
+            (int(step), math.nan if loss is None else float(loss))
+            for step, loss in checkpoint.state["held_out_losses"]
         ]
         self._run_dir.rewind_metrics(last_step=checkpoint.step)
         progress.train_losses = [

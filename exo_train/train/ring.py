@@ -8,6 +8,7 @@ means for training (`loop` does).
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from exo_train.backends.base import Arrays
-from exo_train.errors import ExoTrainError, PeerLostError, ProtocolError
+from exo_train.errors import ExoTrainError, InterruptedRunError, PeerLostError, ProtocolError
 from exo_train.models.manifest import ModelManifest
 from exo_train.peer import Address
 from exo_train.plan.plan import Plan, RankPlan
@@ -35,6 +36,10 @@ PREPARE_TIMEOUT_S = 120.0  # importing a framework on a slow disk
 LOAD_TIMEOUT_S = 3600.0  # fetching tensors over Wi-Fi
 STATE_TIMEOUT_S = 600.0
 SILENCE_TIMEOUT_S = 15.0  # no sign of life from a rank's agent
+# A gap this long between two looks means that the driver itself was asleep or busy: what the
+# ranks said meanwhile has not been read yet, so silence proves nothing.
+OWN_PAUSE_S = 5.0
+STEP_PIECE_BYTES = 4 << 20
 # After the first failure, others are collected for so long: the cause may arrive second.
 CAUSE_WINDOW_S = 1.5
 POLL_S = 0.5
@@ -77,10 +82,17 @@ class _Rank:
 class Ring:
     """Context manager; leaving it ends all workers. Not thread-safe: the driver's thread only."""
 
-    def __init__(self, plan: Plan, channels: Sequence[RankChannel]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        channels: Sequence[RankChannel],
+        *,
+        wants_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.plan = plan
+        self._wants_stop = wants_stop
         self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        now_s = time.monotonic()
+        now_s = self._looked_s = time.monotonic()
         self._ranks = [
             _Rank(rank, channel, now_s) for rank, channel in zip(plan.ranks, channels, strict=True)
         ]
@@ -94,7 +106,7 @@ class Ring:
     def prepare(self) -> Plan:
         """Start a worker on every rank; gives the plan with everyone's data addresses."""
         for index, rank in enumerate(self._ranks):
-            rank.channel.start(lambda event, index=index: self._events.put((index, event)))  # type: ignore[misc]
+            rank.channel.start(functools.partial(self._arrived, index))
             body = pb.Prepare(
                 backend=rank.plan.backend,
                 device=rank.plan.device,
@@ -102,7 +114,9 @@ class Ring:
                 cluster=self.plan.cluster,
             )
             self._send(index, prepare=body)
-        answers = self._wait_all("prepared", timeout_s=PREPARE_TIMEOUT_S, what="starting a worker")
+        answers = self._wait_all(
+            "prepared", timeout_s=PREPARE_TIMEOUT_S, what="starting a worker", may_stop=True
+        )
         for index, rank in enumerate(self._ranks):
             addresses = from_endpoints(answers[index].prepared.data_endpoints)
             rank.plan = replace(rank.plan, addresses=addresses)
@@ -141,7 +155,9 @@ class Ring:
                     capture_boundaries=capture_boundaries,
                 ),
             )
-        answers = self._wait_all("loaded", timeout_s=LOAD_TIMEOUT_S, what="loading tensors")
+        answers = self._wait_all(
+            "loaded", timeout_s=LOAD_TIMEOUT_S, what="loading tensors", may_stop=True
+        )
         for index, answer in enumerate(answers):
             if answer.loaded.plan_hash != self.plan.hash:
                 raise ProtocolError(
@@ -166,13 +182,15 @@ class Ring:
                 to_microbatch_data(m, with_tokens=index == 0, with_targets=index == last)
                 for m in microbatches
             ]
-            self._send(
-                index,
-                step_input=pb.StepInput(
-                    step=step, evaluation=evaluation, loss_scale=loss_scale, microbatches=data
-                ),
-            )
-        answers = self._wait_all("step_report", timeout_s=timeout_s, what=f"step {step}")
+            for piece in _pieces(data):
+                piece.step, piece.evaluation, piece.loss_scale = step, evaluation, loss_scale
+                self._send(index, step_input=piece)
+        answers = self._wait_all(
+            "step_report",
+            timeout_s=timeout_s,
+            what=f"step {step}",
+            may_stop=evaluation and step == 0,  # later there is state to be saved first
+        )
         return [self._of_step(index, a.step_report, step) for index, a in enumerate(answers)]
 
     def commit(
@@ -193,6 +211,7 @@ class Ring:
         while len(sets) < len(self._ranks):
             missing = [i for i in range(len(self._ranks)) if i not in sets]
             index, message = self._next("state_array", deadline_s, missing, "giving state")
+            assert message is not None
             complete = self._ranks[index].assembler.add(message.state_array)
             if complete is not None:
                 sets[index] = complete
@@ -232,25 +251,49 @@ class Ring:
         )
         self._ranks[index].channel.send(message)
 
-    def _wait_all(self, kind: str, *, timeout_s: float, what: str) -> list[pb.RunMessage]:
-        """Wait until every rank has sent one message of `kind`."""
+    def _arrived(self, index: int, event: Event) -> None:
+        """Take an event in, from the channel's thread: this is when the rank was heard."""
+        self._ranks[index].last_heard_s = time.monotonic()
+        self._events.put((index, event))
+
+    def _wait_all(
+        self, kind: str, *, timeout_s: float, what: str, may_stop: bool = False
+    ) -> list[pb.RunMessage]:
+        """Wait until every rank has sent one message of `kind`.
+
+        Raises InterruptedRunError when a stop is wanted and may come here.
+        """
         deadline_s = time.monotonic() + timeout_s
         answers: dict[int, pb.RunMessage] = {}
         while len(answers) < len(self._ranks):
             missing = [i for i in range(len(self._ranks)) if i not in answers]
-            index, message = self._next(kind, deadline_s, missing, what)
-            answers[index] = message
+            if may_stop and self._wants_stop():
+                raise InterruptedRunError(f"stopped while {what}")
+            index, message = self._next(kind, deadline_s, missing, what, may_stop=may_stop)
+            if message is not None:
+                answers[index] = message
         return [answers[index] for index in range(len(self._ranks))]
 
     def _next(
-        self, kind: str, deadline_s: float, missing: list[int], what: str
-    ) -> tuple[int, pb.RunMessage]:
-        """Give the next message of `kind`; raises the cause when a rank fails or is silent."""
+        self,
+        kind: str,
+        deadline_s: float,
+        missing: list[int],
+        what: str,
+        *,
+        may_stop: bool = False,
+    ) -> tuple[int, pb.RunMessage | None]:
+        """Give the next message of `kind`; raises the cause when a rank fails or is silent.
+
+        With `may_stop` None comes now and then, so that the caller can look up.
+        """
         while True:
             try:
                 index, event = self._events.get(timeout=POLL_S)
             except queue.Empty:
                 self._check_waiting(deadline_s, missing, what)
+                if may_stop:
+                    return missing[0], None
                 continue
             if self._note(index, event):
                 raise self._cause()
@@ -261,6 +304,8 @@ class Ring:
             if body != "progress":
                 raise ProtocolError(f"{self._name(index)} sent '{body}' while {what}")
             self._check_waiting(deadline_s, missing, what)
+            if may_stop:
+                return index, None
 
     def _note(self, index: int, event: Event) -> bool:
         """Keep what an event says; True when it is a failure.
@@ -268,7 +313,6 @@ class Ring:
         A rank's first failure is kept: what follows (its stream ends) follows from it.
         """
         rank = self._ranks[index]
-        rank.last_heard_s = time.monotonic()
         if isinstance(event, ExoTrainError):
             rank.failure = rank.failure or event
         elif event.WhichOneof("body") == "failure":
@@ -290,7 +334,11 @@ class Ring:
 
     def _check_waiting(self, deadline_s: float, missing: list[int], what: str) -> None:
         now_s = time.monotonic()
+        paused = now_s - self._looked_s > OWN_PAUSE_S
+        self._looked_s = now_s
         for index, rank in enumerate(self._ranks):
+            if paused:
+                rank.last_heard_s = now_s
             silent_s = now_s - rank.last_heard_s
             if silent_s > SILENCE_TIMEOUT_S:
                 raise LostRankError(
@@ -308,6 +356,21 @@ class Ring:
         if report.step != step:
             raise ProtocolError(f"{self._name(index)} reported step {report.step}, not {step}")
         return report
+
+
+def _pieces(data: Sequence[pb.MicrobatchData]) -> list[pb.StepInput]:
+    """Cut a step's microbatches into messages of bounded size; all but the last say `more`."""
+    pieces = [pb.StepInput()]
+    size_bytes = 0
+    for microbatch in data:
+        size_bytes += microbatch.ByteSize()
+        if pieces[-1].microbatches and size_bytes > STEP_PIECE_BYTES:
+            pieces.append(pb.StepInput())
+            size_bytes = microbatch.ByteSize()
+        pieces[-1].microbatches.append(microbatch)
+    for piece in pieces[:-1]:
+        piece.more = True
+    return pieces
 
 
 class LostRankError(PeerLostError):

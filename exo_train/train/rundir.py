@@ -6,17 +6,20 @@ in `checkpoint`, adapters in `export`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
 import yaml
 
 from exo_train.errors import ConfigError
+from exo_train.shell import command_line
 from exo_train.train.durable import disk_errors, write_durable
 from exo_train.train.loss_plot import Points, draw_loss
 from exo_train.train.metrics import StepMetrics, finite_or_none
@@ -28,6 +31,7 @@ PLAN_FILE = "plan.json"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 LOSS_FILE = "loss.png"
+LOCK_FILE = ".lock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,7 @@ class Summary:
 
     status: str
     steps: int
+    saved_step: int  # the step that the adapters are of
     loss_first: float | None
     loss_last: float | None
     eval_loss_before: float | None
@@ -88,11 +93,12 @@ class RunDir:
             if path.exists() and not path.is_dir():
                 raise ConfigError(f"--run-dir {path} is a file; choose another name")
             path.mkdir(parents=True, exist_ok=True)
-            entries = sorted(entry.name for entry in path.iterdir())
+            entries = sorted(e.name for e in path.iterdir() if e.name != LOCK_FILE)
         if entries and not allow_existing:
             raise ConfigError(
                 f"--run-dir {path} is not empty ({len(entries)} entries, {entries[0]} first); "
-                f"choose another, or continue the run in it with --resume {path}"
+                f"choose another, or continue the run in it with: "
+                f"{command_line('exo-train', 'train', '--resume', path)}"
             )
         return cls(path)
 
@@ -102,6 +108,23 @@ class RunDir:
         if not (path / CONFIG_FILE).is_file():
             raise ConfigError(f"{path} is not a run: it has no {CONFIG_FILE}")
         return cls(path)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep other processes from writing here; refused while one does."""
+        lock = filelock.FileLock(self.path / LOCK_FILE, timeout=0)
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            raise ConfigError(
+                f"another process trains in {self.path}; wait for it to end, or stop it"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"cannot write in {self.path}: {error.strerror or error}") from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     @property
     def checkpoints(self) -> Path:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-from exo_train.backends.base import Arrays, Stage
+from exo_train.backends.base import Arrays, MicrobatchInput, Stage
 from exo_train.errors import ExoTrainError, ProtocolError
 from exo_train.models.manifest import ModelManifest
 from exo_train.models.tensors import TensorSource
@@ -27,6 +27,8 @@ from exo_train.train.messages import (
 )
 from exo_train.transport.base import Link
 from exo_train.wire.pb import control_pb2 as pb
+
+MAX_MICROBATCHES = 1 << 18
 
 
 class Surroundings(Protocol):
@@ -77,6 +79,7 @@ class StageRunner:
         self._vocab_size = 0
         self._pending_step: int | None = None  # reported, not yet committed or dropped
         self._committed_step = 0
+        self._inputs: list[MicrobatchInput] = []  # pieces of a step so far
         self._assembler = StateAssembler()
 
     def handle(self, message: pb.RunMessage) -> bool:
@@ -174,10 +177,18 @@ class StageRunner:
 
     def _step(self, request: pb.StepInput) -> None:
         executor = self._loaded()
-        inputs = [
-            from_microbatch_data(index, data, vocab_size=self._vocab_size)
+        first = len(self._inputs)
+        if first + len(request.microbatches) > MAX_MICROBATCHES:
+            raise ProtocolError(
+                f"step {request.step} has more than {MAX_MICROBATCHES} microbatches"
+            )
+        self._inputs += [
+            from_microbatch_data(first + index, data, vocab_size=self._vocab_size)
             for index, data in enumerate(request.microbatches)
         ]
+        if request.more:
+            return
+        inputs, self._inputs = self._inputs, []
         if request.evaluation:
             outcome = executor.run_evaluation(request.step, inputs)
         else:

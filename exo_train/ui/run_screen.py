@@ -6,6 +6,8 @@ Owns the drawing. Must not compute: it is given steps, plans and notes.
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -150,11 +152,44 @@ class LiveScreen:
         )
 
 
+class SilentWhenClosed:
+    """A screen whose reader may go away (`| head`): the run goes on without it."""
+
+    def __init__(self, inner: RunScreen) -> None:
+        self._inner: RunScreen | None = inner
+
+    def note(self, text: str) -> None:
+        self._draw(lambda screen: screen.note(text))
+
+    def plan(self, plan: Plan) -> None:
+        self._draw(lambda screen: screen.plan(plan))
+
+    def step(self, metrics: StepMetrics, remaining_s: float | None) -> None:
+        self._draw(lambda screen: screen.step(metrics, remaining_s))
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self._draw(lambda screen: screen.evaluation(step, loss))
+
+    def close(self) -> None:
+        self._draw(lambda screen: screen.close())
+
+    def _draw(self, draw: Callable[[RunScreen], None]) -> None:
+        if self._inner is None:
+            return
+        try:
+            draw(self._inner)
+            sys.stdout.flush()
+        except OSError:
+            self._inner = None
+            # What Python still holds for the closed pipe must not fail at exit either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def make_screen(*, as_json: bool) -> RunScreen:
     if as_json:
-        return JsonScreen()
+        return SilentWhenClosed(JsonScreen())
     console = Console()
-    return LiveScreen(console) if console.is_terminal else PlainScreen(console)
+    return SilentWhenClosed(LiveScreen(console) if console.is_terminal else PlainScreen(console))
 
 
 def stage_line(plan: Plan, rank: int) -> str:

@@ -28,7 +28,8 @@ def status_table(status: dict[str, Any]) -> Table:
 
 def verify_table(report: dict[str, Any]) -> Table:
     """Draw `verify --json`'s stages."""
-    table = Table(title=f"ring loss {report['loss_ring']:.7f}, one device {report['loss_one']:.7f}")
+    ring, one = _number(report["loss_ring"], ".7f"), _number(report["loss_one"], ".7f")
+    table = Table(title=f"ring loss {ring}, one device {one}")
     for heading in ("rank", "device", "backend", "layers", "largest gradient error", "verdict"):
         table.add_column(heading, overflow="fold")
     for stage in report["stages"]:
@@ -37,10 +38,15 @@ def verify_table(report: dict[str, Any]) -> Table:
             stage["name"],
             stage["backend"],
             f"{stage['layers'][0]}–{stage['layers'][1] - 1}",
-            f"{stage['gradient_error']:.2e}",
+            _number(stage["gradient_error"], ".2e"),
             "wrong" if stage["wrong"] else "ok",
         )
     return table
+
+
+def _number(value: float | None, form: str) -> str:
+    """Format a number; None stands for one that JSON cannot hold."""
+    return "not finite" if value is None else format(value, form)
 
 
 def _age(seconds: float) -> str:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from exo_train.backends.registry import load_backend
 from exo_train.config import LoraConfig
 from exo_train.errors import ConfigError
 from exo_train.wire.tensor import DType, HostTensor
@@ -244,8 +243,6 @@ def test_an_unknown_device_is_refused_by_name(backend: str) -> None:
 
 
 @each_backend
-def test_memory_and_dtypes_are_told(backend: str) -> None:
-    module = load_backend(backend)
-    assert "fp32" in module.native_dtypes(module.default_device())
+def test_memory_is_told(backend: str) -> None:
     (stage,) = load_ring("llama", [backend])
     assert stage.peak_memory_bytes() > 1_000_000

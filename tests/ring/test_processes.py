@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,10 +20,11 @@ import pytest
 from exo_train.agent.driver import Narrator, Outcome, resumed_options, train
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
-from exo_train.errors import ConfigError, PeerError, PeerLostError
+from exo_train.errors import ConfigError, InterruptedRunError, PeerError, PeerLostError
 from exo_train.export.adapters import read_adapter
 from exo_train.train.loop import Watcher
 from exo_train.train.metrics import StepMetrics
+from exo_train.train.rundir import RunDir
 from tests.ring.household import Household
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("household"), pytest.mark.timeout(300)]
@@ -86,6 +88,17 @@ def run_training(home: Home, config: TrainConfig, run_dir: Path, **changes: Any)
     resume = changes.pop("resume", None)
     options = replace(config, run_dir=str(run_dir), **changes)
     return train(home, options, watcher=watcher, narrator=Narrator(), resume=resume)
+
+
+class StopAfter:
+    """Wants a stop from the `num_calls`-th question on."""
+
+    def __init__(self, num_calls: int) -> None:
+        self.left = num_calls
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -179,7 +192,7 @@ def test_interrupted_and_resumed_equals_never_interrupted(
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if json.loads(line)["event"] == "evaluation":  # before step 1
+        if json.loads(line)["event"] == "step":
             process.send_signal(signal.SIGINT)
             break
     _, stderr = process.communicate(timeout=60)
@@ -231,8 +244,7 @@ def test_a_device_that_dies_is_named_and_the_work_is_saved(
     assert read_adapter(tmp_path / "run" / "adapters" / "mlx").arrays
     psutil.wait_procs(household.workers(), timeout=10)
     assert not household.workers(), "a worker outlived its run"
-    household.processes.pop("shed").wait()
-    del household.homes["shed"]
+    household.stop("shed")
 
 
 def test_a_worker_that_dies_is_named_with_its_exit_code(
@@ -284,6 +296,66 @@ def test_verify_is_content_with_a_right_ring(household: Household, config: Train
     assert report["loss_error"] < 1e-5
     assert max(stage["gradient_error"] for stage in report["stages"]) < 1e-3
     assert len(report["stages"]) == 3
+
+
+def test_a_start_that_fails_can_be_taken_up_again(
+    household: Household, config: TrainConfig, one_device: Path, tmp_path: Path
+) -> None:
+    """Before the first checkpoint too, `--resume` is the way on, and it ends alike."""
+    run_dir = tmp_path / "run"
+    stopped = Watcher(wants_stop=StopAfter(3))
+    with pytest.raises(InterruptedRunError):
+        run_training(household.homes["attic"], config, run_dir, devices=("attic",), watcher=stopped)
+    assert not list(run_dir.glob("checkpoints/step-*"))
+    options = resumed_options(run_dir, {})
+    run_training(household.homes["attic"], options, run_dir, resume=run_dir)
+    assert_same_training(run_dir, one_device)
+
+
+def test_ctrl_c_while_starting_leaves_nothing_behind(config: TrainConfig, tmp_path: Path) -> None:
+    """`train` starts an agent when none runs; it must not outlive `train`, even killed."""
+    lonely = Household(tmp_path)
+    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "exo_train", "train", config.model, "--data", config.data,
+                "--devices", "nowhere", "--json",
+            ],
+            env=lonely.environment("alone"),
+            stdout=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "waiting up to" in line:
+                break
+        (agent,) = psutil.Process(process.pid).children()
+        process.send_signal(number)
+        process.communicate(timeout=20)
+        assert process.returncode == code
+        _, alive = psutil.wait_procs([agent], timeout=15)
+        assert not alive, "the agent outlived its command"
+
+
+def test_one_run_directory_is_for_one_process(
+    household: Household, config: TrainConfig, one_device: Path
+) -> None:
+    options = resumed_options(one_device, {})
+    with (
+        RunDir(one_device).in_use(),
+        pytest.raises(ConfigError, match="another process trains in"),
+    ):
+        run_training(household.homes["attic"], options, one_device, resume=one_device)
+
+
+def test_a_run_whose_options_were_edited_is_not_resumed(
+    household: Household, config: TrainConfig, one_device: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(one_device, tmp_path / "copy")
+    text = (copy / "config.yaml").read_text("utf-8")
+    (copy / "config.yaml").write_text(text.replace("rank: 8", "rank: 4"), "utf-8")
+    with pytest.raises(ConfigError, match=r"says rank: 4, but .* was trained with 8"):
+        run_training(household.homes["attic"], resumed_options(copy, {}), copy, resume=copy)
 
 
 def test_too_few_devices_is_exit_3_with_who_is_here(

@@ -76,10 +76,10 @@ def losses_of(run_dir: Path) -> list[float]:
 
 
 class StopAfter:
-    """Asks the loop to stop once it has asked `num_steps` times."""
+    """Wants a stop from the `num_calls`-th question on; one comes before each step."""
 
-    def __init__(self, num_steps: int) -> None:
-        self.left = num_steps
+    def __init__(self, num_calls: int) -> None:
+        self.left = num_calls
 
     def __call__(self) -> bool:
         self.left -= 1
@@ -96,7 +96,7 @@ def test_resumed_equals_never_interrupted(
     faults = {0: fault}
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     trained(tiny_model, whole, backends=backends, config=config, faults=faults)
-    stop = Watcher(wants_stop=StopAfter(3))
+    stop = Watcher(wants_stop=StopAfter(4))
     with pytest.raises(InterruptedRunError, match="after step 3 of 6"):
         trained(tiny_model, halves, backends=backends, config=config, faults=faults, watcher=stop)
     checkpoint = newest_checkpoint(halves)

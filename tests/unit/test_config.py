@@ -52,7 +52,7 @@ FILE_AND_COMMAND_LINE: dict[str, tuple[Any, Any]] = {
     "save_every": (30, 40),
     "min_devices": (2, 3),
     "device_wait_s": (5.0, 90.0),
-    "devices": (["den-pc"], ["kitchen-mac", "den-pc"]),
+    "devices": (["den-pc", "attic"], ["kitchen-mac", "den-pc", "attic"]),
     "run_dir": ("file-run", "line-run"),
     "step_timeout_s": (30.0, 60.0),
 }

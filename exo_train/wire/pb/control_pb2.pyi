@@ -217,16 +217,18 @@ class Loaded(_message.Message):
     def __init__(self, plan_hash: _Optional[str] = ..., num_trainable: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ...) -> None: ...
 
 class StepInput(_message.Message):
-    __slots__ = ("step", "evaluation", "loss_scale", "microbatches")
+    __slots__ = ("step", "evaluation", "loss_scale", "microbatches", "more")
     STEP_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     LOSS_SCALE_FIELD_NUMBER: _ClassVar[int]
     MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     step: int
     evaluation: bool
     loss_scale: float
     microbatches: _containers.RepeatedCompositeFieldContainer[MicrobatchData]
-    def __init__(self, step: _Optional[int] = ..., evaluation: bool = ..., loss_scale: _Optional[float] = ..., microbatches: _Optional[_Iterable[_Union[MicrobatchData, _Mapping]]] = ...) -> None: ...
+    more: bool
+    def __init__(self, step: _Optional[int] = ..., evaluation: bool = ..., loss_scale: _Optional[float] = ..., microbatches: _Optional[_Iterable[_Union[MicrobatchData, _Mapping]]] = ..., more: bool = ...) -> None: ...
 
 class MicrobatchData(_message.Message):
     __slots__ = ("num_sequences", "num_positions", "tokens", "targets", "mask", "row_keys")

@@ -38,6 +38,7 @@ def make_summary(**changes) -> Summary:
     values = {
         "status": "done",
         "steps": 20,
+        "saved_step": 20,
         "loss_first": 3.0,
         "loss_last": 1.0,
         "eval_loss_before": 3.1,
@@ -120,7 +121,7 @@ def test_summary_has_the_published_keys(run):
     run.write_summary(make_summary(loss_last=math.nan))
     plain = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))
     assert set(plain) == {
-        "schema", "status", "steps", "loss_first", "loss_last", "eval_loss_before",
+        "schema", "status", "steps", "saved_step", "loss_first", "loss_last", "eval_loss_before",
         "eval_loss_after", "tokens", "tokens_per_s", "devices", "adapters",
     }  # fmt: skip
     assert plain["schema"] == 1

@@ -1,0 +1,345 @@
+"""The measured plan: nothing better exists, every layer once, within memory, whatever the order."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+import time
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from exo_train.errors import DoesNotFitError
+from exo_train.plan.chain_search import beam
+from exo_train.plan.chains import Chains
+from exo_train.plan.exact import TIE, exact_plan, plans_by_size
+from exo_train.plan.memory import LayerCost
+from exo_train.plan.profiles import DeviceProfile, Household, LinkProfile, Workload
+from exo_train.plan.schedule import build_schedule
+from exo_train.plan.step_time import Wire, step_time_s
+
+costs = st.builds(
+    LayerCost,
+    static_bytes=st.integers(0, 1000),
+    per_microbatch_bytes=st.integers(0, 100),
+    workspace_bytes=st.integers(0, 300),
+)
+times_s = st.floats(0.001, 0.1)
+devices = st.builds(
+    DeviceProfile,
+    name=st.just("device"),
+    usable_bytes=st.one_of(st.integers(0, 9000), st.integers(0, 200_000)),
+    layer_s=times_s,
+    embedding_s=times_s,
+    head_s=times_s,
+)
+links = st.builds(
+    LinkProfile,
+    latency_s=st.floats(0, 0.1),
+    bytes_per_s=st.floats(1e3, 1e6),
+    medium=st.sampled_from(["", "", "2.4 GHz", "5 GHz"]),
+)
+
+
+@st.composite
+def households(draw: st.DrawFn, *, max_devices: int = 4) -> Household:
+    found = draw(st.lists(devices, min_size=1, max_size=max_devices))
+    named = tuple(dataclasses.replace(d, name=f"d{i}") for i, d in enumerate(found))
+    pairs = itertools.permutations(range(len(named)), 2)
+    return Household(devices=named, links={pair: draw(links) for pair in pairs})
+
+
+@st.composite
+def workloads(draw: st.DrawFn, *, max_layers: int = 8, max_microbatches: int = 10) -> Workload:
+    head = draw(costs)
+    tied_bytes = draw(st.integers(0, head.static_bytes))
+    return Workload(
+        costs=(
+            draw(costs),
+            *[draw(costs)] * draw(st.integers(1, max_layers)),
+            dataclasses.replace(head, tied_bytes=tied_bytes),
+        ),
+        boundary_bytes=draw(st.integers(0, 10_000)),
+        num_microbatches=draw(st.integers(1, max_microbatches)),
+        schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
+        per_stage=LayerCost(static_bytes=7, per_microbatch_bytes=3, workspace_bytes=2),
+    )
+
+
+def depth(workload, rank, num_ranks):
+    held = num_ranks - rank if workload.schedule == "1f1b" else workload.num_microbatches
+    return min(held, workload.num_microbatches)
+
+
+def stage_bytes(workload, rank, num_ranks, count):
+    """Count one stage's bytes the slow and plain way."""
+    parts = [workload.costs[1]] * count
+    parts += [workload.costs[0]] if rank == 0 else []
+    parts += [workload.costs[-1]] if rank == num_ranks - 1 else []
+    held = depth(workload, rank, num_ranks)
+    total = sum(
+        c.static_bytes + held * c.per_microbatch_bytes for c in [*parts, workload.per_stage]
+    )
+    total += max(c.workspace_bytes for c in parts) + workload.per_stage.workspace_bytes
+    return total - (workload.costs[-1].tied_bytes if num_ranks == 1 else 0)
+
+
+def stage_time(device, rank, num_ranks, count):
+    return (
+        count * device.layer_s
+        + (rank == 0) * device.embedding_s
+        + (rank == num_ranks - 1) * device.head_s
+    )
+
+
+def link_period(household, workload, chain):
+    """Give the longest turn of a wire or of a shared medium."""
+    wires, media = [0.0], {}
+    for a, b in itertools.pairwise(chain):
+        for pair in ((a, b), (b, a)):
+            link = household.links[pair]
+            wires.append(workload.boundary_bytes / link.bytes_per_s)
+            if link.medium:
+                media[link.medium] = media.get(link.medium, 0.0) + wires[-1]
+    return max([*wires, *media.values()])
+
+
+def splits(num_layers, num_ranks):
+    for inner in itertools.combinations(range(1, num_layers), num_ranks - 1):
+        bounds = [0, *inner, num_layers]
+        yield [b - a for a, b in itertools.pairwise(bounds)]
+
+
+def smallest_stage_period(household, workload, chain):
+    """Try every split that fits; inf: none does."""
+    best = math.inf
+    for counts in splits(workload.num_layers, len(chain)):
+        stages = [
+            (household.devices[d], r, len(chain), n)
+            for r, (d, n) in enumerate(zip(chain, counts, strict=True))
+        ]
+        if all(stage_bytes(workload, r, p, n) <= d.usable_bytes for d, r, p, n in stages):
+            best = min(best, max(stage_time(*stage) for stage in stages))
+    return best
+
+
+def every_chain(household):
+    indices = range(len(household.devices))
+    for size in range(1, len(household.devices) + 1):
+        yield from itertools.permutations(indices, size)
+
+
+def feasible_plan(household, workload):
+    try:
+        return exact_plan(household, workload)
+    except DoesNotFitError:
+        assume(False)
+
+
+@settings(max_examples=300, deadline=None)
+@given(households(), workloads())
+def test_each_chain_has_the_period_that_brute_force_finds(household, workload):
+    chains = Chains(household, workload)
+    for size in range(1, len(household.devices) + 1):
+        rows = list(itertools.permutations(range(len(household.devices)), size))
+        found = chains.estimate(np.array(rows))
+        for row, period_s in zip(rows, found.period_s.tolist(), strict=True):
+            compute_s = smallest_stage_period(household, workload, row)
+            expected_s = max(compute_s, link_period(household, workload, row))
+            assert period_s == pytest.approx(expected_s, rel=1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(households(), workloads(max_microbatches=8))
+def test_no_other_plan_takes_a_shorter_step(household, workload):
+    """Against every order of every choice, with the split it finds for just that choice."""
+    try:
+        plan = exact_plan(household, workload)
+    except DoesNotFitError:
+        for chain in every_chain(household):
+            assert smallest_stage_period(household, workload, chain) == math.inf
+        return
+    chains = Chains(household, workload)
+    for chain in every_chain(household):
+        if smallest_stage_period(household, workload, chain) == math.inf:
+            continue
+        row = np.array(chain)
+        stage_s = chains.stage_times(row, chains.splits(row[None, :])[0])
+        hops = list(itertools.pairwise(chain))
+        step_s = step_time_s(
+            build_schedule(
+                workload.schedule, num_ranks=len(chain), num_microbatches=workload.num_microbatches
+            ),
+            stage_s,
+            up=[chains.wire(a, b) for a, b in hops],
+            down=[chains.wire(b, a) for a, b in hops],
+        )
+        assert plan.step_s <= TIE**2 * step_s * (1 + 1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(households(), workloads())
+def test_with_free_links_each_size_has_the_smallest_period(household, workload):
+    """A step of many microbatches is its period over and over, so the shortest has the smallest."""
+    free = {pair: LinkProfile(latency_s=0.0, bytes_per_s=1e18) for pair in household.links}
+    household = dataclasses.replace(household, links=free)
+    workload = dataclasses.replace(workload, num_microbatches=200, schedule="1f1b")
+    best = {}
+    for chain in every_chain(household):
+        period_s = smallest_stage_period(household, workload, chain)
+        best[len(chain)] = min(best.get(len(chain), math.inf), period_s)
+    if min(best.values()) == math.inf:
+        with pytest.raises(DoesNotFitError):
+            plans_by_size(household, workload)
+        return
+    plans = {len(plan.stages): plan for plan in plans_by_size(household, workload)}
+    assert set(plans) == {size for size, period_s in best.items() if period_s < math.inf}
+    for size, plan in plans.items():
+        assert plan.period_s <= best[size] * TIE * (1 + size / 199)
+
+
+@settings(max_examples=60, deadline=None)
+@given(households(max_devices=5), workloads(max_layers=126, max_microbatches=40))
+def test_every_layer_has_one_owner_and_memory_holds(household, workload):
+    plan = feasible_plan(household, workload)
+    stages = plan.stages
+    assert [n for s in stages for n in s.stage.layers] == list(range(workload.num_layers))
+    assert [s.stage.embedding for s in stages] == [True] + [False] * (len(stages) - 1)
+    assert [s.stage.head for s in stages] == [False] * (len(stages) - 1) + [True]
+    assert len(set(plan.devices)) == len(stages)
+    for rank, s in enumerate(stages):
+        device = household.devices[s.device]
+        count = s.stage.num_layers
+        assert count >= 1
+        assert s.in_flight == depth(workload, rank, len(stages))
+        assert s.memory_bytes == stage_bytes(workload, rank, len(stages), count)
+        assert s.memory_bytes <= s.usable_bytes == device.usable_bytes
+        assert s.time_s == pytest.approx(stage_time(device, rank, len(stages), count))
+    longest_s = max(s.time_s for s in stages)
+    link_s = link_period(household, workload, plan.devices)
+    assert plan.period_s == pytest.approx(max(longest_s, link_s))
+    assert plan.steady_s >= plan.period_s
+
+
+@settings(max_examples=150, deadline=None)
+@given(households(), workloads(), st.data())
+def test_more_memory_never_hurts(household, workload, data):
+    which = data.draw(st.integers(0, len(household.devices) - 1))
+    more = list(household.devices)
+    extra = data.draw(st.integers(0, 9000))
+    more[which] = dataclasses.replace(more[which], usable_bytes=more[which].usable_bytes + extra)
+    richer = dataclasses.replace(household, devices=tuple(more))
+    before, after = Chains(household, workload), Chains(richer, workload)
+    for size in range(1, len(more) + 1):
+        chains = np.array(list(itertools.permutations(range(len(more)), size)))
+        assert (after.estimate(chains).period_s <= before.estimate(chains).period_s).all()
+    feasible_plan(household, workload)
+    exact_plan(richer, workload)  # does not raise
+
+
+@settings(max_examples=100, deadline=None)
+@given(households(), workloads(), st.randoms(use_true_random=False))
+def test_the_order_of_devices_does_not_matter(household, workload, shuffler):
+    plan = feasible_plan(household, workload)
+    order = list(range(len(household.devices)))
+    shuffler.shuffle(order)
+    place = {index: position for position, index in enumerate(order)}
+    shuffled = Household(
+        devices=tuple(household.devices[index] for index in order),
+        links={(place[a], place[b]): link for (a, b), link in household.links.items()},
+    )
+    other = exact_plan(shuffled, workload)
+    back = tuple(dataclasses.replace(s, device=order[s.device]) for s in other.stages)
+    assert dataclasses.replace(other, stages=back) == plan
+
+
+def test_beam_finds_what_full_enumeration_finds():
+    for seed in range(12):
+        household, workload = random_home(6, seed), home_workload(20)
+        chains = Chains(household, workload)
+        for size, kept in enumerate(beam(chains, 6, seed=np.zeros(0, dtype=np.int64)), start=1):
+            every = np.array(list(itertools.permutations(range(6), size)))
+            shortest_s = chains.estimate(every).step_s.min()
+            if shortest_s < math.inf:
+                assert chains.estimate(kept).step_s.min() <= shortest_s * TIE
+
+
+def random_home(num_devices, seed):
+    rng = random.Random(seed)
+    wireless = [rng.random() < 0.5 for _ in range(num_devices)]
+    found = tuple(
+        DeviceProfile(
+            name=f"d{i}",
+            usable_bytes=int(rng.uniform(3e9, 24e9)),
+            layer_s=rng.uniform(0.01, 0.1),
+            embedding_s=0.001,
+            head_s=rng.uniform(0.02, 0.2),
+        )
+        for i in range(num_devices)
+    )
+    wire = LinkProfile(latency_s=0.0005, bytes_per_s=1.1e8)
+    air = LinkProfile(latency_s=0.004, bytes_per_s=2e7, medium="wi-fi")
+    pairs = itertools.permutations(range(num_devices), 2)
+    return Household(
+        devices=found,
+        links={(a, b): air if wireless[a] or wireless[b] else wire for a, b in pairs},
+    )
+
+
+def home_workload(num_layers):
+    """About Llama 3.1 8B in 4 bit, microbatches of 1 x 1024 tokens."""
+    layer = LayerCost(
+        static_bytes=140_000_000, per_microbatch_bytes=8_400_000, workspace_bytes=300_000_000
+    )
+    end = LayerCost(static_bytes=1_050_000_000, per_microbatch_bytes=0)
+    return Workload(
+        costs=(end, *[layer] * num_layers, end), boundary_bytes=8_400_000, num_microbatches=16
+    )
+
+
+@pytest.mark.parametrize(("num_devices", "limit_s"), [(8, 3.0), (16, 15.0)])
+def test_130_pseudo_layers_are_planned_in_seconds(num_devices, limit_s):
+    """Takes 0.4 s and 2 s on two cores; the limits leave room for a busy machine."""
+    started_s = time.perf_counter()
+    plan = exact_plan(random_home(num_devices, 3), home_workload(128))
+    assert time.perf_counter() - started_s < limit_s
+    assert sum(s.stage.num_layers for s in plan.stages) == 128
+    assert plan.exact == (num_devices <= 8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(0.1, 4.0), min_size=1, max_size=5),
+    st.lists(st.floats(0.0, 3.0), min_size=4, max_size=4),
+)
+def test_steady_period_is_what_the_simulated_schedule_settles_to(stage_s, latencies_s):
+    """The slowest cycle against the event simulation; messages that take no time on the wire."""
+    ranks = range(len(stage_s))
+    links = {}
+    for (a, b), latency_s in zip(itertools.pairwise(ranks), latencies_s, strict=False):
+        link = LinkProfile(latency_s=latency_s, bytes_per_s=1.0)
+        links.update({(a, b): link, (b, a): link})
+    cost = LayerCost(static_bytes=0, per_microbatch_bytes=0)
+    household = Household(
+        devices=tuple(
+            DeviceProfile(name=f"d{i}", usable_bytes=1, layer_s=s, embedding_s=0.0, head_s=0.0)
+            for i, s in enumerate(stage_s)
+        ),
+        links=links,
+    )
+    workload = Workload(
+        costs=(cost, *[cost] * len(stage_s), cost), boundary_bytes=0, num_microbatches=100
+    )
+    steady_s = Chains(household, workload).estimate(np.array([ranks])).steady_s[0]
+
+    wires = [Wire(latency_s=s, serial_s=0.0) for s in latencies_s[: len(stage_s) - 1]]
+    schedule = build_schedule("1f1b", num_ranks=len(stage_s), num_microbatches=100)
+    step_s = step_time_s(schedule, stage_s, up=wires, down=wires)
+    # Filling and draining take at most what one microbatch takes alone, and save at most a
+    # period per rank; whichever cycle is slowest, the other periods are its.
+    alone_s = sum(stage_s) + 2 * sum(wire.latency_s for wire in wires)
+    assert (100 - len(stage_s)) * steady_s <= step_s <= 99 * steady_s + alone_s + 1e-9

@@ -1,0 +1,76 @@
+"""Which devices a run gets, and what is said about those that are missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from exo_train.agent.members import wait_candidates
+from exo_train.config import TrainConfig
+from exo_train.errors import ConfigError, InterruptedRunError, PeerError
+
+
+class Cluster:
+    """Answers like a home's agent; the first device is this one."""
+
+    def __init__(self, *names: str, state: str = "alive") -> None:
+        self.members = [member(name, index, state) for index, name in enumerate(names)]
+
+    def status(self) -> dict[str, Any]:
+        return {"self": self.members[0]["id"], "members": self.members, "cluster": "home"}
+
+
+def member(name: str, index: int, state: str) -> dict[str, Any]:
+    return {
+        "id": f"{index}{index:031x}",
+        "name": name,
+        "state": "alive" if index == 0 else state,
+        "since_s": 100.0,
+        "backend": "torch",
+        "device": "cpu",
+        "usable_memory_bytes": 10**9,
+        "dtypes": ["fp32"],
+        "version": "1",
+        "addresses": ["127.0.0.1:5000"],
+    }
+
+
+def names(cluster: Cluster, **options: Any) -> list[str]:
+    config = TrainConfig(**{"device_wait_s": 0.01, **options})
+    found, _ = wait_candidates(cluster, config)  # type: ignore[arg-type]
+    return [candidate.name for candidate in found]
+
+
+def test_all_live_members_or_just_the_named_ones() -> None:
+    cluster = Cluster("attic", "desk", "hall")
+    assert names(cluster) == ["attic", "desk", "hall"]
+    assert names(cluster, devices=("hall", "attic")) == ["hall", "attic"]
+    assert names(Cluster("attic", "desk", state="dead")) == ["attic"]
+
+
+def test_min_devices_counts_those_that_the_run_may_use() -> None:
+    cluster = Cluster("attic", "desk", state="suspect")
+    with pytest.raises(PeerError, match=r"2 devices wanted.*only these are here: attic"):
+        names(cluster, min_devices=2)
+    with pytest.raises(ConfigError, match="more than the 1 that 'devices' names"):
+        names(cluster, min_devices=2, devices=("attic",))
+
+
+def test_who_is_missing_is_named() -> None:
+    with pytest.raises(PeerError, match=r"shed wanted, but after 0 s .*attic, desk;.*--peer"):
+        names(Cluster("attic", "desk"), devices=("attic", "shed"))
+
+
+def test_a_name_that_two_devices_have_is_refused_and_an_id_is_not() -> None:
+    cluster = Cluster("attic", "pc", "pc")
+    with pytest.raises(ConfigError, match=r"2 devices are called 'pc'.*10000000, 20000000"):
+        names(cluster, devices=("pc",))
+    assert names(cluster, devices=("attic", "20000000")) == ["attic", "pc"]
+    assert names(cluster) == ["attic", "pc (10000000)", "pc (20000000)"]
+
+
+def test_waiting_can_be_stopped() -> None:
+    config = TrainConfig(devices=("nowhere",), device_wait_s=60)
+    with pytest.raises(InterruptedRunError, match="while waiting for devices"):
+        wait_candidates(Cluster("attic"), config, wants_stop=lambda: True)  # type: ignore[arg-type]
