@@ -173,15 +173,14 @@ def test_two_ranks(
     assert_same_training(tmp_path / "run", one_device)
 
 
-def test_interrupted_and_resumed_equals_never_interrupted(
-    household: Household, config: TrainConfig, one_device: Path, tmp_path: Path
+def test_ctrl_c_saves_and_says_how_to_go_on(
+    household: Household, config: TrainConfig, tmp_path: Path
 ) -> None:
-    """Ctrl-C on the command saves and exits 130; resuming on another ring ends alike."""
     run_dir = tmp_path / "run"
     command = [
         sys.executable, "-m", "exo_train", "train", config.model, "--data", config.data,
-        "--steps", str(STEPS), "--batch-size", "6", "--microbatch-size", "2", "--max-seq-length",
-        "96", "--learning-rate", "1e-3", "--devices", "attic", "--run-dir", str(run_dir), "--json",
+        "--steps", "2000", "--max-seq-length", "96", "--devices", "attic",
+        "--run-dir", str(run_dir), "--json",
     ]  # fmt: skip
     process = subprocess.Popen(
         command,
@@ -199,9 +198,29 @@ def test_interrupted_and_resumed_equals_never_interrupted(
     assert process.returncode == 130, stderr
     assert f"exo-train train --resume {run_dir}" in stderr
     done = len(losses(run_dir))
-    assert 0 < done < STEPS
+    assert 0 < done < 2000
+    summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
+    assert (summary["status"], summary["saved_step"]) == ("interrupted", done)
 
-    options = resumed_options(run_dir, {"devices": "attic,hall"})
+
+def test_interrupted_and_resumed_on_another_ring_equals_never_interrupted(
+    household: Household, config: TrainConfig, one_device: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    seen: list[StepMetrics] = []
+    stop_after_two = Watcher(
+        on_step=lambda metrics, remaining_s: seen.append(metrics),
+        wants_stop=lambda: len(seen) == 2,
+    )
+    with pytest.raises(InterruptedRunError, match="after step 2 of 4"):
+        run_training(
+            household.homes["attic"],
+            config,
+            run_dir,
+            devices=("attic", "hall"),
+            watcher=stop_after_two,
+        )
+    options = resumed_options(run_dir, {"devices": "hall"})
     run_training(household.homes["hall"], options, run_dir, resume=run_dir)
     assert len(losses(run_dir)) == STEPS
     assert_same_training(run_dir, one_device)
