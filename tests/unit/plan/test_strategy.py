@@ -100,16 +100,23 @@ def test_islands_are_estimated_where_two_rings_fit():
     assert verdict.strategy == "pipeline"
 
 
+def test_a_device_that_holds_the_model_is_an_island_beside_a_ring():
+    home = household(("big", 1.0, 9), ("b", 1.0, 2), ("c", 1.0, 2))
+    (islands,) = by_strategy(compare(home, WORKLOAD, gradient_bytes=0), "islands")
+    # The ring does 7 of 10 microbatches in 8 periods of 0.5 s, the big one 3 in 3 s.
+    assert islands.step_s == pytest.approx(4.0, rel=0.01)
+    assert islands.devices[0] == 0
+
+
 def test_one_device_has_nothing_to_be_compared_with():
     verdict = compare(household(("only", 1.0, 9)), WORKLOAD, gradient_bytes=0)
     assert verdict.reason == "only alone is the only way that fits: 10.0 s a step"
     assert verdict.runner_up is None
 
 
-def test_a_second_device_that_hardly_helps_is_not_worth_it():
-    """Within 1 % the simpler one wins."""
-    slow = household(("pc", 0.3, 9), ("pi", 200.0, 9))
-    assert compare(slow, WORKLOAD, gradient_bytes=0).chosen.devices == (0,)
+def test_a_slow_device_stays_out():
+    verdict = compare(household(("pi", 200.0, 9), ("pc", 0.3, 9)), WORKLOAD, gradient_bytes=0)
+    assert verdict.chosen.devices == verdict.plan.devices == (1,)
 
 
 def test_the_verdict_is_the_shortest_available_step():
