@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from exo_train.agent.planning import DTYPE_BYTES, model_shape
+from exo_train.agent.yaml_file import read_mapping
 from exo_train.cluster.hardware import parse_size
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
@@ -33,7 +32,6 @@ from exo_train.plan.profiles import DeviceProfile, Household, LinkProfile, Workl
 from exo_train.plan.strategy import StrategyCandidate, Verdict, compare
 from exo_train.train.batches import choose_microbatch_size
 
-MAX_FILE_BYTES = 1 << 20
 MAX_DEVICES = 16
 SCHEMA = 1
 DEVICE_KEYS = ("name", "preset", "memory", "layer_ms", "embedding_ms", "head_ms")
@@ -96,15 +94,8 @@ def read_household(
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"--devices {file} is larger than {MAX_FILE_BYTES} bytes")
-        content = yaml.safe_load(file.read_text("utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"--devices {file} cannot be read: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--devices {file} is no YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict) or not isinstance(content.get("devices"), list):
+    content = read_mapping(file, option="--devices")
+    if not isinstance(content.get("devices"), list):
         raise ConfigError(f"--devices {file} must have a list called 'devices'")
     _check_keys(content, ("devices", "links"), str(file))
     if not 1 <= len(content["devices"]) <= MAX_DEVICES:

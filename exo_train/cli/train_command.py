@@ -11,17 +11,15 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from exo_train.agent.driver import Narrator, Outcome, resumed_options, train
+from exo_train.agent.yaml_file import read_mapping
 from exo_train.cluster.home import open_home
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.shell import command_line
 from exo_train.train.loop import Watcher
 from exo_train.ui.run_screen import RunScreen, make_screen
-
-MAX_CONFIG_BYTES = 1 << 20
 
 
 def register(app: typer.Typer) -> None:
@@ -136,7 +134,7 @@ def read_options(
         return resumed_options(resume, given if file is None else {**given, "config": file})
     values: dict[str, Any] = {}
     if file is not None:
-        values = _read_yaml(file)
+        values = read_mapping(file, option="--config")
         TrainConfig.from_mapping(values, source=str(file))
     options = TrainConfig.from_mapping(
         {**{k.replace("-", "_"): v for k, v in values.items()}, **given}, source="command line"
@@ -205,19 +203,3 @@ class _StopOnSignal:
             os._exit(130)
         self._wanted = True
         self._screen.note("stopping as soon as all is saved; once more to stop at once")
-
-
-def _read_yaml(file: Path) -> dict[str, Any]:
-    try:
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"--config {file} is larger than {MAX_CONFIG_BYTES} bytes")
-        content = yaml.safe_load(file.read_text("utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"--config {file} cannot be read: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {file} is no YAML: {' '.join(str(error).split())}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {file} must hold 'option: value' lines")
-    return {str(key): value for key, value in content.items()}
