@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from exo_train.agent.local_client import LocalClient, own_agent
 from exo_train.agent.members import wait_candidates
 from exo_train.agent.planning import make_plan, ring_order
 from exo_train.agent.remote_rank import RemoteRank
+from exo_train.agent.resuming import NOT_COMPARED, check_same, check_unfinished, newest
 from exo_train.agent.run_data import encode_data, fingerprint
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
@@ -34,12 +35,12 @@ from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
 from exo_train.train.loop import Data, Progress, Trainer, Watcher
 from exo_train.train.ring import Ring, WeightsAccess
 from exo_train.train.rows import read_data
-from exo_train.train.rundir import DeviceSummary, RunDir, Summary, relative_to_run
-
-# What may differ when a run is resumed: where it runs, not what it computes.
-RESUME_MAY_CHANGE = ("devices", "min_devices", "device_wait_s", "save_every", "step_timeout_s")
-# Paths: their contents are compared instead.
-NOT_COMPARED = (*RESUME_MAY_CHANGE, "model", "data", "run_dir")
+from exo_train.train.rundir import (
+    DeviceSummary,
+    RunDir,
+    Summary,
+    relative_to_run,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,25 @@ def train(
 
     `config` of a resumed run is what `resumed_options` gives.
     """
-    checkpoint = _newest(resume, narrator) if resume is not None else None
+    with contextlib.ExitStack() as stack:
+        checkpoint = None
+        if resume is not None:
+            # Locked before anything is read: what is resumed must not change meanwhile.
+            stack.enter_context(RunDir.open(resume).in_use())
+            check_unfinished(resume)
+            checkpoint = newest(resume, on_note=narrator.on_note)
+        return _train(home, config, stack, checkpoint, watcher, narrator, resume)
+
+
+def _train(
+    home: Home,
+    config: TrainConfig,
+    stack: contextlib.ExitStack,
+    checkpoint: Checkpoint | None,
+    watcher: Watcher,
+    narrator: Narrator,
+    resume: Path | None,
+) -> Outcome:
     files = read_data(config.data)
     model = open_for_run(home, config.model)
     model.manifest.spec.validate_max_seq_length(config.max_seq_length)
@@ -91,21 +110,22 @@ def train(
         "options": {k: v for k, v in config.to_dict().items() if k not in NOT_COMPARED},
     }
     if checkpoint is not None:
-        _check_same(checkpoint, state)
+        check_same(checkpoint, state)
     run_dir = _run_dir(home, config, resume)
-    with contextlib.ExitStack() as stack:
-        client = stack.enter_context(own_agent(home))
-        candidates, status = wait_candidates(
-            client, config, on_note=narrator.on_note, wants_stop=watcher.wants_stop
-        )
-        ordered = ring_order(candidates, NodeId(status["self"]))
-        plan = make_plan(
-            ordered, config, model.manifest, cluster=status["cluster"], on_note=narrator.on_note
-        )
-        directory = RunDir.create(run_dir, allow_existing=resume is not None)
+    client = stack.enter_context(own_agent(home))
+    candidates, status = wait_candidates(
+        client, config, on_note=narrator.on_note, wants_stop=watcher.wants_stop
+    )
+    ordered = ring_order(candidates, NodeId(status["self"]))
+    plan = make_plan(
+        ordered, config, model.manifest, cluster=status["cluster"], on_note=narrator.on_note
+    )
+    directory = RunDir.create(run_dir, allow_existing=resume is not None)
+    if resume is None:
         stack.enter_context(directory.in_use())
-        # From here on the run can be taken up again with --resume, even from step 0.
-        directory.write_config(_absolute(config, model.path, run_dir))
+    # From here on the run can be taken up again with --resume, even from step 0.
+    directory.write_config(_absolute(config, model.path, run_dir))
+    try:
         ring = stack.enter_context(
             open_ring(
                 client,
@@ -118,8 +138,11 @@ def train(
                 wants_stop=watcher.wants_stop,
             )
         )
-        directory.write_plan(ring.plan.to_json())
-        return _train_on(ring, config, data, directory, model, watcher, state, checkpoint)
+    except ExoTrainError as error:
+        again = command_line("exo-train", "train", "--resume", run_dir)
+        raise type(error)(f"{error}; no step was done; go on with: {again}") from None
+    directory.write_plan(ring.plan.to_json())
+    return _train_on(ring, config, data, directory, model, watcher, state, checkpoint)
 
 
 def open_for_run(home: Home, name: str) -> OpenedModel:
@@ -258,7 +281,9 @@ class _Finish:
             trouble = f" (and then: {error})"
         path = self.run_dir.path
         saved_step = self.progress.saved_step
-        if saved_step:
+        if self.progress.num_dropped and self.progress.num_dropped == self.progress.step:
+            said = f"nothing was trained (see {path})"
+        elif saved_step:
             said = f"the work up to step {saved_step} is saved in {path}"
         else:
             said = f"nothing was saved yet in {path}"
@@ -298,51 +323,6 @@ class _Finish:
             )
             for rank in self.plan.ranks
         )
-
-
-def resumed_options(run: Path, changes: Mapping[str, Any]) -> TrainConfig:
-    """Give the options of an earlier run, with what was asked for anew.
-
-    Raises ConfigError for a change that would make it another run.
-    """
-    fixed = [name for name in changes if name not in RESUME_MAY_CHANGE]
-    if fixed:
-        raise ConfigError(
-            f"--{fixed[0].replace('_', '-')} cannot change on --resume: a resumed run goes on with "
-            f"the options it was started with; leave it out, or start a new run"
-        )
-    stored = TrainConfig.from_mapping(RunDir.open(run).read_config(), source=f"{run}/config.yaml")
-    return replace(
-        TrainConfig.from_mapping({**stored.to_dict(), **changes}, source="command line"),
-        run_dir=str(run),
-    )
-
-
-def _newest(run: Path, narrator: Narrator) -> Checkpoint | None:
-    checkpoint = newest_checkpoint(run, say=narrator.on_note)
-    step = checkpoint.step if checkpoint else 0
-    narrator.on_note(
-        f"resuming after step {step}: all options but {', '.join(RESUME_MAY_CHANGE)} are taken "
-        f"from {run}"
-    )
-    return checkpoint
-
-
-def _check_same(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-    """Refuse to go on with something else than what the checkpoint was trained with."""
-    for key, what in (("model_hash", "model"), ("data_hash", "data")):
-        if checkpoint.state.get(key) != state[key]:
-            raise ConfigError(
-                f"the {what} is not the one that {checkpoint.path} was trained with; bring the "
-                f"old one back, or start a new run"
-            )
-    stored, now = checkpoint.state.get("options", {}), state["options"]
-    for name, value in now.items():
-        if stored.get(name) != value:
-            raise ConfigError(
-                f"config.yaml says {name}: {value}, but {checkpoint.path} was trained with "
-                f"{stored.get(name)}; put it back, or start a new run"
-            )
 
 
 def _run_dir(home: Home, config: TrainConfig, resume: Path | None) -> Path:

@@ -13,17 +13,32 @@ from exo_train.backends.base import StageOptions
 from exo_train.backends.registry import load_backend
 from exo_train.cluster.hardware import detect
 from exo_train.cluster.home import Home
-from exo_train.config import LoraConfig, OptimizerConfig
+from exo_train.config import LoraConfig, OptimizerConfig, TrainConfig
 from exo_train.errors import ConfigError
+from exo_train.export.adapter_formats import Adapter
 from exo_train.export.adapters import read_adapter
 from exo_train.models.hub import resolve_model
 from exo_train.models.open import open_model
 from exo_train.models.tokenizer import load_tokenizer
 from exo_train.plan.stages import StageSpec
 from exo_train.train.chat import encode_prompt
+from exo_train.train.checkpoint import newest_checkpoint
 from exo_train.train.rows import Message
 from exo_train.train.rundir import CONFIG_FILE, RunDir
 from exo_train.train.stage_loading import CONFIG_DTYPES
+
+
+def _adapter_of(run: Path) -> tuple[Adapter, str]:
+    """Give a run's adapter and where it lies: of its newest checkpoint if it ended early."""
+    folder = run / "adapters" / "mlx"
+    if folder.is_dir():
+        return read_adapter(folder), str(folder)
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is None:
+        raise ConfigError(f"{run} has no adapter yet: the run saved no step")
+    config = TrainConfig.from_mapping(RunDir.open(run).read_config(), source=f"{run}/config.yaml")
+    adapter = Adapter(arrays=checkpoint.adapter, lora=config.lora, base_model=config.model)
+    return adapter, str(checkpoint.path)
 
 
 class Generator:
@@ -36,11 +51,7 @@ class Generator:
         model_name = run_or_model
         if (run / CONFIG_FILE).is_file():
             model_name = str(RunDir.open(run).read_config().get("model", ""))
-            folder = run / "adapters" / "mlx"
-            if not folder.is_dir():
-                raise ConfigError(f"{run} has no adapter yet: the run saved no step")
-            adapter = read_adapter(folder)
-            self.adapter_path = str(folder)
+            adapter, self.adapter_path = _adapter_of(run)
         path = resolve_model(model_name, cache_dir=home.cache)
         spec, source = open_model(path)
         hardware = detect(backend=backend)

@@ -20,6 +20,7 @@ from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.models.hub import resolve_config
 from exo_train.models.spec import ModelSpec
+from exo_train.peer import has_control_characters
 from exo_train.plan.memory import (
     ModelShape,
     adapter_params,
@@ -107,13 +108,13 @@ def _device(
     entry: Mapping[str, Any], where: str, *, layer_flop: float, head_flop: float
 ) -> DeviceProfile:
     name = entry.get("name")
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where} needs a 'name'")
+    if not isinstance(name, str) or not name or has_control_characters(name):
+        raise ConfigError(f"{where} needs a 'name' without control characters")
     where = f"{where} ({name})"
     memory = entry.get("memory")
     usable_bytes = parse_size(str(memory)) if memory is not None else None
     if "preset" in entry:
-        preset = PRESETS.get(entry["preset"])
+        preset = PRESETS.get(str(entry["preset"]))
         if preset is None:
             near = difflib.get_close_matches(str(entry["preset"]), PRESETS, n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
@@ -128,7 +129,7 @@ def _device(
         )
     if usable_bytes is None or "layer_ms" not in entry:
         raise ConfigError(f"{where} needs a 'preset', or 'memory' and 'layer_ms'")
-    layer_s = _number(entry, "layer_ms", where) / 1000
+    layer_s = _number(entry, "layer_ms", where, above=0.0) / 1000
     return DeviceProfile(
         name=name,
         usable_bytes=usable_bytes,
@@ -144,8 +145,11 @@ def _links(
     entries: Mapping[str, Any], names: list[str], place: str
 ) -> dict[tuple[int, int], LinkProfile]:
     """Give a link for every ordered pair: gigabit Ethernet where the file says nothing."""
+    listed = entries.get("links") or ()
+    if not isinstance(listed, (list, tuple)):
+        raise ConfigError(f"{place}: 'links' must be a list")
     links = {(a, b): GIGABIT for a in range(len(names)) for b in range(len(names)) if a != b}
-    for number, entry in enumerate(entries.get("links") or (), start=1):
+    for number, entry in enumerate(listed, start=1):
         where = f"{place}: link {number}"
         _check_keys(entry, LINK_KEYS, where)
         pair = entry.get("between")
@@ -183,11 +187,16 @@ def _number(
     above: float = -1e-300,
 ) -> float:
     value = entry.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ConfigError(f"{where}: '{key}' must be a number, got {value!r}")
-    if not above < value < float("inf"):
-        raise ConfigError(f"{where}: '{key}' must be above {max(above, 0):.0f}, got {value}")
-    return float(value)
+    try:
+        number = float(value)  # YAML 1.1 reads 1e-3 as text
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{where}: '{key}' must be a number, got {str(value)[:40]!r}") from None
+    if not above < number < float("inf"):
+        least = "above 0" if above == 0 else "at least 0"
+        raise ConfigError(f"{where}: '{key}' must be {least} and finite, got {number}")
+    return number
 
 
 def _workload(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -103,7 +104,8 @@ def status(
 
 def _end_with_input(ended: threading.Event) -> None:
     """Set `ended` when whoever started this agent is gone: its end of the pipe closes."""
-    while sys.stdin.buffer.read(1):
+    # Not through sys.stdin: a thread in a buffered read would abort the interpreter at its end.
+    while os.read(sys.stdin.fileno(), 1):
         pass
     ended.set()
 

@@ -6,13 +6,15 @@ import dataclasses
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
-from exo_train.agent.driver import Narrator, Outcome, resumed_options, train
+from exo_train.agent.driver import Narrator, Outcome, train
+from exo_train.agent.resuming import resumed_options
 from exo_train.agent.yaml_file import read_mapping
 from exo_train.cluster.home import open_home
 from exo_train.config import TrainConfig
@@ -20,6 +22,9 @@ from exo_train.errors import ConfigError
 from exo_train.shell import command_line
 from exo_train.train.loop import Watcher
 from exo_train.ui.run_screen import RunScreen, make_screen
+
+# A closing terminal sends its signal twice at once; only a later Ctrl-C is a second wish.
+SECOND_SIGNAL_S = 0.5
 
 
 def register(app: typer.Typer) -> None:
@@ -147,7 +152,7 @@ def read_options(
 
 def run_training(options: TrainConfig, screen: RunScreen, *, resume: Path | None = None) -> Outcome:
     """Train with a screen; the first Ctrl-C stops after the step, the second at once."""
-    stop = _StopOnSignal(screen)
+    stop = _StopOnSignal()
     watcher = Watcher(
         on_step=screen.step,
         on_evaluation=screen.evaluation,
@@ -178,15 +183,14 @@ def describe(outcome: Outcome) -> str:
 
 
 class _StopOnSignal:
-    """Context manager: turns SIGINT and SIGTERM into a wish to stop."""
+    """Context manager: turns Ctrl-C, a closed terminal and SIGTERM into a wish to stop."""
 
-    def __init__(self, screen: RunScreen) -> None:
-        self._screen = screen
-        self._wanted = False
+    def __init__(self) -> None:
+        self._wanted_since_s: float | None = None
         self._before: dict[int, Any] = {}
 
     def wanted(self) -> bool:
-        return self._wanted
+        return self._wanted_since_s is not None
 
     def __enter__(self) -> None:
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
@@ -199,7 +203,10 @@ class _StopOnSignal:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._wanted:
+        now_s = time.monotonic()
+        if self._wanted_since_s is None:
+            self._wanted_since_s = now_s
+            # Straight to the terminal: the screen may be in the middle of a line.
+            os.write(2, b"stopping as soon as all is saved; Ctrl-C once more to stop at once\n")
+        elif number == signal.SIGINT and now_s - self._wanted_since_s > SECOND_SIGNAL_S:
             os._exit(130)
-        self._wanted = True
-        self._screen.note("stopping as soon as all is saved; once more to stop at once")

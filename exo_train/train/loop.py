@@ -116,6 +116,8 @@ class Trainer:
         for step in range(progress.step + 1, self._num_steps + 1):
             self._stop_if_wanted()
             self._train_step(step)
+            if step == self._num_steps:
+                break  # measured and saved below, in this order: the state has the last loss
             if self._config.eval_every and step % self._config.eval_every == 0:
                 self._evaluate()
             if self._config.save_every and step % self._config.save_every == 0:

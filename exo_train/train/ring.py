@@ -92,7 +92,8 @@ class Ring:
         self.plan = plan
         self._wants_stop = wants_stop
         self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        now_s = self._looked_s = time.monotonic()
+        now_s = self._looked_s = self._waiting_since_s = time.monotonic()
+        self._paused_s = 0.0
         self._ranks = [
             _Rank(rank, channel, now_s) for rank, channel in zip(plan.ranks, channels, strict=True)
         ]
@@ -207,7 +208,7 @@ class Ring:
         for index in range(len(self._ranks)):
             self._send(index, state_request=pb.StateRequest(kind=kind))
         sets: dict[int, Arrays] = {}
-        deadline_s = time.monotonic() + STATE_TIMEOUT_S
+        deadline_s = self._deadline_s(STATE_TIMEOUT_S)
         while len(sets) < len(self._ranks):
             missing = [i for i in range(len(self._ranks)) if i not in sets]
             index, message = self._next("state_array", deadline_s, missing, "giving state")
@@ -263,7 +264,7 @@ class Ring:
 
         Raises InterruptedRunError when a stop is wanted and may come here.
         """
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = self._deadline_s(timeout_s)
         answers: dict[int, pb.RunMessage] = {}
         while len(answers) < len(self._ranks):
             missing = [i for i in range(len(self._ranks)) if i not in answers]
@@ -273,6 +274,11 @@ class Ring:
             if message is not None:
                 answers[index] = message
         return [answers[index] for index in range(len(self._ranks))]
+
+    def _deadline_s(self, timeout_s: float) -> float:
+        """Begin a wait; its deadline is on the clock of time that the driver was there."""
+        self._waiting_since_s = time.monotonic()
+        return self._waiting_since_s - self._paused_s + timeout_s
 
     def _next(
         self,
@@ -334,8 +340,11 @@ class Ring:
 
     def _check_waiting(self, deadline_s: float, missing: list[int], what: str) -> None:
         now_s = time.monotonic()
+        gap_s = now_s - max(self._looked_s, self._waiting_since_s)
         paused = now_s - self._looked_s > OWN_PAUSE_S
         self._looked_s = now_s
+        if gap_s > OWN_PAUSE_S:
+            self._paused_s += gap_s  # deadlines do not run while the driver itself is away
         for index, rank in enumerate(self._ranks):
             if paused:
                 rank.last_heard_s = now_s
@@ -345,7 +354,7 @@ class Ring:
                     f"{self._name(index)} has not been heard for {silent_s:.0f} s (limit "
                     f"{SILENCE_TIMEOUT_S:.0f} s) while {what}; is it on, and in the network?"
                 )
-        if now_s > deadline_s:
+        if now_s - self._paused_s > deadline_s:
             waiting = "; ".join(f"{self._name(i)}: {self._ranks[i].phase}" for i in missing)
             raise PeerLostError(f"{what} took too long; still waiting for {waiting}")
 

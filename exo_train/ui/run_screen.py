@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from exo_train.plan.plan import Plan
-from exo_train.train.metrics import StepMetrics
+from exo_train.train.metrics import StepMetrics, finite_or_none
 
 OVERALL_BAR_CELLS = 60
 DEVICE_BAR_CELLS = 12
@@ -60,7 +60,8 @@ class JsonScreen:
         pass
 
     def _line(self, event: str, content: dict[str, Any]) -> None:
-        self._write(json.dumps({"schema": 1, "event": event, **content}))
+        line = {"schema": 1, "event": event, **finite_or_none(content)}
+        self._write(json.dumps(line, allow_nan=False))
 
 
 class PlainScreen:
@@ -185,10 +186,17 @@ class SilentWhenClosed:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _HonestConsole(Console):
+    """Says that the pipe is closed; rich's own would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def make_screen(*, as_json: bool) -> RunScreen:
     if as_json:
         return SilentWhenClosed(JsonScreen())
-    console = Console()
+    console = _HonestConsole()
     return SilentWhenClosed(LiveScreen(console) if console.is_terminal else PlainScreen(console))
 
 

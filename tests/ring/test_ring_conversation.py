@@ -103,6 +103,30 @@ def test_a_driver_that_was_away_does_not_blame_the_ranks(
         assert len(step(ring)) == 2
 
 
+def test_a_deadline_does_not_run_while_the_driver_is_away(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-Z and fg: the step was finished meanwhile, its report waits in the queue."""
+    monkeypatch.setattr(ring_module, "OWN_PAUSE_S", 0.4)
+    ranks = [ScriptedRank(0, {"step_input": [report(0)]}), ScriptedRank(1, {})]
+    with Ring(plan, ranks) as ring:
+        started(ring, ranks)
+        get, paused = ring._events.get, threading.Event()
+
+        class AwayOnce:
+            def get(self, timeout: float) -> object:
+                if not paused.is_set():
+                    paused.set()
+                    time.sleep(1.0)
+                    ranks[1]._on_event(report(1))
+                return get(timeout=timeout)
+
+            put = staticmethod(ring._events.put)
+
+        ring._events = AwayOnce()  # type: ignore[assignment]
+        assert len(step(ring, timeout_s=0.8)) == 2
+
+
 def test_the_cause_is_told_and_not_its_consequence(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

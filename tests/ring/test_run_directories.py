@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from exo_train.agent.driver import resumed_options
+from exo_train.agent.resuming import resumed_options
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, InterruptedRunError
 from exo_train.train.loop import Watcher
@@ -139,6 +139,9 @@ def test_a_run_whose_options_were_edited_is_not_resumed(
     household: Household, config: TrainConfig, one_device_run: Path, tmp_path: Path
 ) -> None:
     copy = shutil.copytree(one_device_run, tmp_path / "copy")
+    with pytest.raises(ConfigError, match="is finished: all its 4 steps are done"):
+        run_training(household.homes["attic"], resumed_options(copy, {}), copy, resume=copy)
+    (copy / "summary.json").unlink()
     text = (copy / "config.yaml").read_text("utf-8")
     (copy / "config.yaml").write_text(text.replace("rank: 8", "rank: 4"), "utf-8")
     with pytest.raises(ConfigError, match=r"says rank: 4, but .* was trained with 8"):
@@ -152,3 +155,31 @@ def test_a_run_directory_in_use_is_not_overwritten(
     with pytest.raises(ConfigError, match="not empty"):
         run_training(household.homes["attic"], config, one_device_run)
     assert sorted(path.name for path in one_device_run.iterdir()) == before
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(
+    household: Household, config: TrainConfig, tmp_path: Path
+) -> None:
+    """`exo-train train … | head -1`, plain and as JSON."""
+    for as_json in ([], ["--json"]):
+        run_dir = tmp_path / f"run{len(as_json)}"
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "exo_train", "train", config.model, "--data", config.data,
+                "--steps", "3", "--max-seq-length", "96", "--devices", "attic",
+                "--run-dir", str(run_dir), *as_json,
+            ],
+            env=household.environment("attic"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr is not None
+        stderr = process.stderr.read()
+        process.stderr.close()
+        assert process.wait(timeout=60) == 0, stderr
+        summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
+        assert summary["status"] == "done"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from exo_train.agent.driver import RESUME_MAY_CHANGE
+from exo_train.agent.resuming import RESUME_MAY_CHANGE
 from exo_train.cli.train_command import read_options
 from exo_train.config import ALL_TARGETS, TrainConfig
 from exo_train.errors import ConfigError

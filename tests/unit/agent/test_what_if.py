@@ -121,6 +121,11 @@ def test_what_does_not_fit_says_the_numbers(model: Path, tmp_path: Path) -> None
             "'mbit' must be above 0",
         ),
         ("devices: [", "is no YAML"),
+        ({"devices": [{**STUDIO, "layer_ms": 0}]}, "'layer_ms' must be above 0"),
+        ({"devices": [{**STUDIO, "layer_ms": 10**400}]}, "'layer_ms' must be a number"),
+        ({"devices": [{**STUDIO, "head_ms": -1}]}, "'head_ms' must be at least 0"),
+        ({"devices": [{"name": "a", "preset": ["m1-8"]}]}, "no preset"),
+        ({"devices": [STUDIO], "links": 5}, "'links' must be a list"),
     ],
 )
 def test_a_wrong_file_is_refused_by_place(

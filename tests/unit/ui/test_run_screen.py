@@ -118,3 +118,9 @@ def test_json_is_one_object_a_line_with_a_schema() -> None:
 
 def test_durations_read_well() -> None:
     assert [duration(s) for s in (None, 5, 65, 3725)] == ["?", "0:05", "1:05", "1:02:05"]
+
+
+def test_json_has_no_number_that_json_cannot_hold() -> None:
+    lines: list[str] = []
+    JsonScreen(lines.append).evaluation(0, float("nan"))
+    assert json.loads(lines[0])["loss"] is None
