@@ -6,7 +6,7 @@ Owns the order of the checks: rows first (seconds), then the tokenizer, then the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from exo_train.config import TrainConfig
@@ -15,7 +15,7 @@ from exo_train.models.tokenizer import load_tokenizer
 from exo_train.train.batches import BatchPlan, split_validation
 from exo_train.train.chat import EncodedRows, Example, encode_rows
 from exo_train.train.loop import Data
-from exo_train.train.rows import DataFiles
+from exo_train.train.rows import DataFiles, Row
 
 
 def encode_data(
@@ -34,9 +34,9 @@ def encode_data(
     if not held_out_rows and config.val_rows:
         rows, held_out_rows = split_validation(rows, val_rows=config.val_rows, seed=config.seed)
 
-    def encode(part: tuple[object, ...]) -> EncodedRows:
+    def encode(part: Sequence[Row]) -> EncodedRows:
         encoded = encode_rows(
-            part,  # type: ignore[arg-type]
+            part,
             tokenizer,
             max_seq_length=config.max_seq_length,
             vocab_size=spec.vocab_size,

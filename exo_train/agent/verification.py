@@ -64,7 +64,7 @@ def verify(home: Home, model_name: str, config: TrainConfig, narrator: Narrator)
             on_note=narrator.on_note,
         )
         own = Candidate.from_status(next(m for m in status["members"] if m["id"] == own_id))
-        one = replace(make_one(own, config, model, status["cluster"]), run_id=plan.run_id[::-1])
+        one = make_one(own, config, model, status["cluster"])
         steps = _Steps(client, model, status, narrator, config.seed)
         ring = steps.run(plan)
         oracle = steps.run(one)

@@ -6,6 +6,7 @@ and a framework's abort must not take the agent down.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import platform
@@ -169,6 +170,7 @@ def _cuda_devices() -> list[tuple[str, int, int, tuple[int, int]]]:
         pynvml.nvmlShutdown()
 
 
+@functools.cache  # asked with every heartbeat, and never changes
 def _cpu_name() -> str:
     if sys.platform == "linux":
         try:

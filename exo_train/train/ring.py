@@ -242,10 +242,6 @@ class Ring:
         for rank in self._ranks:
             rank.channel.close()
 
-    def phases(self) -> list[str]:
-        """What each rank said last of what it is doing."""
-        return [rank.phase for rank in self._ranks]
-
     def _send(self, index: int, **body: Any) -> None:
         message = pb.RunMessage(
             run_id=self.plan.run_id, generation=self.plan.generation, rank=index, **body

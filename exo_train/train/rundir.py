@@ -127,10 +127,6 @@ class RunDir:
             lock.release()
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
     def adapters(self) -> Path:
         return self.path / "adapters"
 
