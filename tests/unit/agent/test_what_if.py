@@ -139,3 +139,18 @@ def test_presets_are_plausible() -> None:
     for name, preset in PRESETS.items():
         assert 0 < preset.usable_bytes < preset.memory_gb * 10**9, name
         assert 1e12 < preset.flops_per_s < 2e14, name
+
+
+def test_a_presets_times_are_its_arithmetic(model: Path, tmp_path: Path) -> None:
+    """8B: 218.1 M parameters a layer, and a head worth 2.4 layers, at half the peak."""
+    home = {"devices": [{"name": "tower", "preset": "rtx-5090"}]}
+    found = report(model, tmp_path, home, microbatch_size=1, max_seq_length=512)
+    (device,) = found["inputs"]["devices"]
+    forward = 2 * 218.1e6 * 512 + 2 * 4096 * 512 * 512
+    assert device["layer_s"] == pytest.approx(2 * forward / (209e12 * 0.5), rel=1e-3)
+    assert device["head_s"] / device["layer_s"] == pytest.approx(2.4, rel=0.02)
+    again = report(
+        model, tmp_path, home, microbatch_size=1, max_seq_length=512, checkpoint_activations=True
+    )
+    recomputed = again["inputs"]["devices"][0]["layer_s"]
+    assert recomputed == pytest.approx(1.5 * device["layer_s"])
