@@ -79,7 +79,13 @@ def train(model: Path, backends: Sequence[str]) -> list[tuple[float, float]]:
     for rank in plan.ranks:
         print(f"rank {rank.rank}: {rank.backend}, layers {rank.stage.start}..{rank.stage.end - 1}")
     network = LocalNetwork()
-    access = WeightsAccess(manifest=manifest, endpoints=(), token="", coordinator_name="here")
+    access = WeightsAccess(
+        manifest=manifest,
+        endpoints=(),
+        token="",
+        coordinator_name="here",
+        coordinator_id=NodeId(""),
+    )
     with Ring(plan, [LocalRank(network, model) for _ in plan.ranks]) as ring:
         ring.prepare()
         ring.load(access, step_timeout_s=TIMEOUT_S)

@@ -44,7 +44,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """What a device says of itself; memory in bytes, `usable` after its reserve."""
+    """What a device says of itself; memory in bytes, `free` now, `usable` after its reserve."""
 
     node_id: NodeId
     name: str
@@ -55,6 +55,7 @@ class DeviceFacts:
     usable_memory_bytes: int
     dtypes: tuple[str, ...]  # natively supported compute dtypes, best first
     version: str
+    free_memory_bytes: int = 0
 
 
 def has_control_characters(text: str) -> bool:

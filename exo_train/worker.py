@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from exo_train.backends.base import Stage
+from exo_train.cluster.home import Home
+from exo_train.cluster.interfaces import all_dialable
 from exo_train.errors import ExoTrainError, PeerLostError
 from exo_train.models.manifest import ModelManifest
 from exo_train.models.open import open_model
 from exo_train.models.tensors import TensorSource
-from exo_train.peer import Address
+from exo_train.peer import Address, NodeId
 from exo_train.plan.plan import Plan
 from exo_train.train import faults
 from exo_train.train.messages import from_failure, to_failure
@@ -32,6 +34,7 @@ from exo_train.train.stage_runner import StageRunner
 from exo_train.transport.base import Link
 from exo_train.transport.data_server import DataServer
 from exo_train.transport.dial import dial
+from exo_train.transport.tls import MemberTls
 from exo_train.transport.weight_cache import WeightCache
 from exo_train.transport.weights import RemoteSource
 from exo_train.wire.framing import frame, read_message
@@ -45,9 +48,19 @@ LAST_WORDS_S = 1.0
 class GrpcSurroundings:
     """Implements `Surroundings` with gRPC links and tensors from the coordinator."""
 
-    def __init__(self, hosts: list[str], *, cache: Path, model: Path | None) -> None:
-        self._hosts = hosts
-        self._cache = cache
+    def __init__(
+        self,
+        home: Home,
+        *,
+        listen_hosts: list[str],
+        hosts: list[str],
+        model: Path | None,
+    ) -> None:
+        self._listen_hosts = listen_hosts
+        self._hosts = hosts  # where others reach this device
+        self._cache = home.cache
+        identity = home.paired_identity()
+        self._tls = MemberTls(identity, home.roster(identity).certificate)
         self._model = model  # when the model lies on this device's own disk
         self._server: DataServer | None = None
         self._links: list[Link] = []
@@ -56,8 +69,8 @@ class GrpcSurroundings:
         self._aborted: ExoTrainError | None = None
 
     def open_data(self) -> tuple[Address, ...]:
-        self._server = DataServer(self._hosts)
-        return self._server.addresses
+        self._server = DataServer(self._listen_hosts, credentials=self._tls.server())
+        return tuple(Address(host, self._server.port) for host in self._hosts)
 
     def connect(self, plan: Plan, rank: int, token: str) -> tuple[Link | None, Link | None]:
         assert self._server is not None
@@ -66,8 +79,15 @@ class GrpcSurroundings:
         below: Link | None = None
         if rank + 1 < len(plan.ranks):
             identity = link_identity(plan, rank, rank + 1, token)
-            addresses = plan.ranks[rank + 1].addresses
-            above = dial(addresses, identity, timeout_s=LINK_TIMEOUT_S, limits=limits)
+            tls = self._tls.to(identity.peer_id)
+            above = dial(
+                all_dialable(plan.ranks[rank + 1].addresses),
+                identity,
+                timeout_s=LINK_TIMEOUT_S,
+                limits=limits,
+                credentials=tls.credentials,
+                tls_name=tls.name,
+            )
             self._keep(above)
         if rank > 0:
             identity = link_identity(plan, rank, rank - 1, token)
@@ -76,18 +96,27 @@ class GrpcSurroundings:
         return below, above
 
     def tensors(
-        self, manifest: ModelManifest, addresses: tuple[Address, ...], *, token: str, peer: str
+        self,
+        manifest: ModelManifest,
+        addresses: tuple[Address, ...],
+        *,
+        token: str,
+        peer: str,
+        peer_id: NodeId,
     ) -> TensorSource:
         if self._model is not None:
             _, own = open_model(self._model)
             return own
+        tls = self._tls.to(peer_id)
         self._source = RemoteSource(
-            addresses,
+            all_dialable(addresses),
             peer=peer,
             token=token,
             infos=manifest.infos,
             digests=manifest.digests,
             cache=WeightCache(self._cache / "tensors"),
+            credentials=tls.credentials,
+            tls_name=tls.name,
         )
         self._source.prefetch(list(manifest.infos))
         return self._source
@@ -137,7 +166,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[pb.RunMessage] = queue.SimpleQueue()
         self._write_lock = threading.Lock()
         self._identity = pb.RunMessage()
-        self._phase = "starting"
+        self._phase, self._phase_limit_s = "starting", 0.0
 
     def run(self) -> int:
         threading.Thread(target=self._read, name="pipe", daemon=True).start()
@@ -173,7 +202,9 @@ class Worker:
         while True:
             message = pb.RunMessage()
             message.CopyFrom(self._identity)
-            message.progress.CopyFrom(pb.Progress(phase=self._phase))
+            message.progress.CopyFrom(
+                pb.Progress(phase=self._phase, phase_limit_s=self._phase_limit_s)
+            )
             self._send(message)
             time.sleep(PROGRESS_S)
 
@@ -183,8 +214,8 @@ class Worker:
         message.failure.CopyFrom(to_failure(ExoTrainError(text)))
         self._send(message)
 
-    def _set_phase(self, phase: str) -> None:
-        self._phase = phase
+    def _set_phase(self, phase: str, limit_s: float = 0.0) -> None:
+        self._phase, self._phase_limit_s = phase, limit_s
 
     def _send(self, message: pb.RunMessage) -> None:
         data = frame(message.SerializeToString())
@@ -198,8 +229,9 @@ class Worker:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="exo_train.worker")
-    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--listen", action="append", default=[])
     parser.add_argument("--host", action="append", default=[])
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
@@ -208,9 +240,17 @@ def main() -> int:
     # Libraries print to standard output, which is the pipe: give them standard error instead.
     pipe_out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    surroundings = GrpcSurroundings(options.host, cache=options.cache, model=options.model)
+    surroundings = GrpcSurroundings(
+        Home(options.home),
+        listen_hosts=options.listen,
+        hosts=options.host,
+        model=options.model,
+    )
     return Worker(surroundings, sys.stdin.buffer, pipe_out).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Not sys.exit: the thread that reads the pipe would abort the interpreter's end.
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

@@ -7,6 +7,7 @@ where `train` was typed, the run's coordinator.
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from exo_train.train.rundir import (
     Summary,
     relative_to_run,
 )
+from exo_train.transport.tls import MemberTls
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,7 @@ def _train(
         ring = stack.enter_context(
             open_ring(
                 client,
+                own_tls(home),
                 plan,
                 model,
                 status,
@@ -154,9 +157,25 @@ def open_for_run(home: Home, name: str) -> OpenedModel:
     return OpenedModel(path=path, manifest=build_manifest(source, spec, cache_dir=home.cache))
 
 
+def own_tls(home: Home) -> MemberTls:
+    """Give what this home's processes dial other members with."""
+    identity = home.paired_identity()
+    return MemberTls(identity, home.roster(identity).certificate)
+
+
+def best_host_of(links: list[dict[str, Any]], dialler: NodeId, target: NodeId) -> str:
+    """Give the host of `target` on the best measured link; empty when there is none."""
+    for link in links:
+        hosts = {end["id"]: end["host"] for end in link["ends"]}
+        if {dialler, target} == hosts.keys():
+            return str(hosts[target])
+    return ""
+
+
 @contextlib.contextmanager
 def open_ring(
     client: LocalClient,
+    tls: MemberTls,
     plan: Plan,
     model: OpenedModel,
     status: dict[str, Any],
@@ -176,14 +195,19 @@ def open_ring(
     token = secrets.token_hex(16)
     endpoints = client.serve_model(run_id=plan.run_id, token=token, path=str(model.path))
     try:
-        channels = [RemoteRank(rank.name, addresses[rank.node_id]) for rank in plan.ranks]
-        with Ring(plan, channels, wants_stop=wants_stop) as ring:
+        channels = [
+            RemoteRank(rank.name, addresses[rank.node_id], tls.to(rank.node_id))
+            for rank in plan.ranks
+        ]
+        best_host = functools.partial(best_host_of, status["links"])
+        with Ring(plan, channels, wants_stop=wants_stop, best_host=best_host) as ring:
             narrator.on_plan(ring.prepare())
             access = WeightsAccess(
                 manifest=model.manifest,
                 endpoints=endpoints,
                 token=token,
                 coordinator_name=own["name"],
+                coordinator_id=NodeId(own["id"]),
             )
             loaded = ring.load(
                 access,

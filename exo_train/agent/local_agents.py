@@ -25,10 +25,9 @@ SHOWN_LOG_CHARS = 400
 
 @dataclass(slots=True)
 class LocalAgents:
-    """Context manager; `cluster` keeps these agents apart from all others on the network."""
+    """Context manager; the first agent makes a cluster, the others are paired with it by a code."""
 
     root: Path
-    cluster: str
     homes: dict[str, Home] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -53,6 +52,8 @@ class LocalAgents:
         home.logs.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "exo_train", "join", "--headless", "--tied"]
         command += ["--name", name, "--backend", backend, "--memory", memory, *options]
+        if self.homes and home.identity() is None:
+            command += self._pairing_options()
         environment = self.environment(name) | {"OMP_NUM_THREADS": str(threads)}
         with self._log(name).open("ab") as log_file:
             self.processes[name] = subprocess.Popen(
@@ -68,8 +69,7 @@ class LocalAgents:
 
     def environment(self, name: str) -> dict[str, str]:
         """Give the variables under which commands belong to this agent's home."""
-        own = {"EXO_TRAIN_HOME": str(self.root / name), "EXO_TRAIN_CLUSTER": self.cluster}
-        return dict(os.environ) | own
+        return dict(os.environ) | {"EXO_TRAIN_HOME": str(self.root / name)}
 
     def wait_met(self, names: Iterable[str] | None = None) -> float:
         """Wait until each of `names` (default: all) sees all of them alive; gives the seconds.
@@ -82,6 +82,17 @@ class LocalAgents:
             "the agents did not find each other: does a firewall on this machine drop multicast "
             "(UDP port 5353)?",
         )
+
+    def _pairing_options(self) -> list[str]:
+        """Have the first agent invite one more; a code is for one device."""
+        first = next(iter(self.homes))
+        self.wait_listening(first)
+        endpoint = self.homes[first].agent()
+        assert endpoint is not None
+        with LocalClient(endpoint) as client:
+            invitation = client.invite()
+        peers = [f"--peer={address}" for address in invitation.addresses]
+        return ["--code", invitation.code, *peers]
 
     def wait_listening(self, name: str) -> None:
         self._wait(lambda: self.homes[name].agent() is not None, f"agent {name} does not listen")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -26,6 +27,15 @@ from exo_train.wire.pb.control_pb2_grpc import LocalStub
 
 CALL_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """A code, how long it lives, and where its pairing port is open."""
+
+    code: str
+    expires_s: float
+    addresses: tuple[Address, ...]
 
 
 class LocalClient:
@@ -47,6 +57,29 @@ class LocalClient:
         content = json.loads(reply.json)
         assert isinstance(content, dict)
         return content
+
+    def examine(self) -> dict[str, Any]:
+        """Give what `exo-train doctor` needs to know of the running agent."""
+        content = json.loads(self._call(self._stub.Examine, pb.ExamineRequest()).json)
+        assert isinstance(content, dict)
+        return content
+
+    def invite(self) -> Invitation:
+        reply = self._call(self._stub.Invite, pb.InviteRequest())
+        return Invitation(
+            code=reply.code,
+            expires_s=reply.expires_s,
+            addresses=from_endpoints(reply.endpoints),
+        )
+
+    def remove(self, device: str) -> tuple[str, tuple[str, ...]]:
+        """End a member's membership; gives its name, and the names of those it had invited."""
+        reply = self._call(self._stub.Remove, pb.RemoveRequest(device=device))
+        return reply.name, tuple(reply.invited)
+
+    def leave(self) -> tuple[str, ...]:
+        """End this device's membership and its agent; gives the names of those who know."""
+        return tuple(self._call(self._stub.Leave, pb.LeaveRequest()).told)
 
     def serve_model(self, *, run_id: str, token: str, path: str) -> tuple[Address, ...]:
         request = pb.ServeModelRequest(run_id=run_id, token=token, path=path)

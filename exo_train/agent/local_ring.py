@@ -16,7 +16,7 @@ from exo_train.errors import ExoTrainError
 from exo_train.models.manifest import ModelManifest
 from exo_train.models.open import open_model
 from exo_train.models.tensors import TensorSource
-from exo_train.peer import Address
+from exo_train.peer import Address, NodeId
 from exo_train.plan.plan import Plan
 from exo_train.train import faults
 from exo_train.train.messages import from_failure
@@ -68,7 +68,13 @@ class LocalSurroundings:
         return below, above
 
     def tensors(
-        self, manifest: ModelManifest, addresses: tuple[Address, ...], *, token: str, peer: str
+        self,
+        manifest: ModelManifest,
+        addresses: tuple[Address, ...],
+        *,
+        token: str,
+        peer: str,
+        peer_id: NodeId,
     ) -> TensorSource:
         _, source = open_model(self._model)
         return source

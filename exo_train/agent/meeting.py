@@ -1,80 +1,110 @@
-"""Finds the other agents and keeps hearing them.
+"""Finds the other agents and keeps hearing them: the shell around the pure Membership.
 
-Owns the heartbeat thread and the membership table's lock. mDNS, remembered peers and --peer only
-suggest addresses; an answered Hello with the expected id proves one.
+Owns the heartbeat's threads and the lock of the membership. Must not decide who is asked, alive
+or dead: the machine does; this carries out what it asks for, and says what changed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import assert_never
 
 import grpc
 
+from exo_train.agent.admissions import Admissions
+from exo_train.agent.dialling import (
+    Dialling,
+    NotTheDeviceError,
+    RemovedHereError,
+    VersionError,
+    refusal_of,
+)
+from exo_train.agent.noticing import Noticing
 from exo_train.agent.protocol import (
-    HEARTBEAT_S,
     HELLO_TIMEOUT_S,
     PROTOCOL_VERSION,
+    Introduction,
     from_node_facts,
     to_node_facts,
 )
-from exo_train.cluster.membership import Member, MembershipTable, MemberState
-from exo_train.errors import ExoTrainError, ProtocolError
-from exo_train.peer import Address, DeviceFacts, NodeId
-from exo_train.transport.channel import open_channel
+from exo_train.agent.saying import changed_sentence, duplicate_sentence
+from exo_train.cluster.interfaces import all_dialable
+from exo_train.cluster.mdns_record import Seen
+from exo_train.cluster.member import Member, view_hash
+from exo_train.cluster.membership import Changed, Duplicate, Effect, Membership
+from exo_train.cluster.whom_to_ask import Ask, Failure
+from exo_train.errors import ExoTrainError, PeerError, ProtocolError
+from exo_train.peer import Address, NodeId
+from exo_train.train.messages import to_endpoints
+from exo_train.transport.reach import Reach, reach
 from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb.control_pb2_grpc import ControlStub
 
 ANOTHER_CLUSTER = "another cluster"  # a refusal that reveals no more
-MAX_SUGGESTIONS = 256
-MAX_PARALLEL_HELLOS = 16
-MAX_OTHER_CLUSTERS = 32
-MAX_REFUSALS_SAID = 64
+TICK_S = 0.5
+MAX_HEARTBEATS = 32
+MAX_SEARCHES = 24  # the machine asks for fewer at once
 GOODBYE_TIMEOUT_S = 1.0
-FORGET_SUGGESTION_AFTER_S = 120.0
+SPREAD_TIMEOUT_S = 2.0
+DIAL_BACK_TIMEOUT_S = 5.0
+FAILURES = {
+    Reach.CONNECTED: Failure.ACCEPTED,
+    Reach.REFUSED: Failure.REFUSED,
+    Reach.TIMED_OUT: Failure.SILENT,
+    Reach.NO_ROUTE: Failure.NO_ROUTE,
+}
 
 log = logging.getLogger(__name__)
 
 
 class Meeting:
-    """Thread-safe. `facts` is asked anew for each hello: free memory changes."""
+    """Thread-safe. `introduce` is asked anew for each hello: free memory and runs change."""
 
     def __init__(
         self,
         *,
-        cluster: str,
-        incarnation: int,
-        facts: Callable[[], DeviceFacts],
-        addresses: Callable[[], tuple[Address, ...]],
+        admissions: Admissions,
+        dialling: Dialling,
+        introduce: Callable[[], Introduction],
+        on_expelled: Callable[[NodeId | None, str], None],
         lasting: tuple[Address, ...] = (),
         say: Callable[[str], None] = log.info,
     ) -> None:
-        self.cluster = cluster
-        self.incarnation = incarnation
-        self.other_clusters: set[str] = set()
-        self._facts = facts
-        self._addresses = addresses
-        self._lasting = lasting
+        self.cluster = admissions.identity.cluster
+        self._admissions = admissions
+        self._dialling = dialling
+        self._introduce = introduce
+        self._on_expelled = on_expelled
         self._say = say
-        self._self_id = facts().node_id
-        self._table = MembershipTable(self._self_id)
-        self._suggested: dict[Address, tuple[NodeId | None, float]] = {}
-        self._said: set[str] = set()
-        self._channels: dict[Address, grpc.Channel] = {}
+        own = introduce()
+        self._self_id = own.facts.node_id
+        self._machine = Membership(
+            self._self_id,
+            incarnation=own.incarnation,
+            instance=own.instance,
+            now_s=time.monotonic(),
+        )
+        self._lasting = {a for address in lasting for a in all_dialable([address])}
+        self._told: dict[NodeId, Introduction] = {}  # the last hello of each member
+        self.noticed = Noticing(say)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
-        self._asking: set[Address] = set()
         # Two pools: addresses that swallow packets cost HELLO_TIMEOUT_S each, and the heartbeats
         # of live members must not queue behind them.
-        self._pool = ThreadPoolExecutor(MAX_PARALLEL_HELLOS, thread_name_prefix="hello")
-        self._search_pool = ThreadPoolExecutor(MAX_PARALLEL_HELLOS, thread_name_prefix="search")
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._heartbeats = ThreadPoolExecutor(MAX_HEARTBEATS, thread_name_prefix="heartbeat")
+        self._searches = ThreadPoolExecutor(MAX_SEARCHES, thread_name_prefix="search")
+        self._thread = threading.Thread(target=self._beat, name="membership", daemon=True)
 
     def start(self) -> None:
+        for address in self._lasting:
+            self.suggest(address, None, is_lasting=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -82,226 +112,253 @@ class Meeting:
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout=2 * HELLO_TIMEOUT_S)
-        self._pool.shutdown(cancel_futures=True)  # a hello after the goodbye would undo it
-        self._search_pool.shutdown(wait=False, cancel_futures=True)
-        goodbye = pb.GoodbyeRequest(cluster=self.cluster, node_id=self._self_id)
-        calls = [
-            ControlStub(self._channel(m.proven[0])).Goodbye.future(
-                goodbye, timeout=GOODBYE_TIMEOUT_S
-            )
-            for m in self.live()
-            if m.proven
-        ]
+        self._heartbeats.shutdown(cancel_futures=True)  # a hello after the goodbye would undo it
+        self._searches.shutdown(wait=False, cancel_futures=True)
+        goodbye = pb.GoodbyeRequest(
+            cluster=self.cluster, node_id=self._self_id, incarnation=self._machine.incarnation
+        )
+        calls = []
+        for member in self.live():
+            with contextlib.suppress(PeerError):
+                channel = self._channel(member)
+                calls.append(ControlStub(channel).Goodbye.future(goodbye, GOODBYE_TIMEOUT_S))
         for call in calls:
             if call.exception() is not None:
                 log.debug("a goodbye was not heard: %s", call.exception())
-        with self._lock:  # searches may still be ending
-            channels = list(self._channels.values())
-        for channel in channels:
-            channel.close()
 
-    def suggest(self, address: Address, node_id: NodeId | None = None) -> None:
+    def suggest(
+        self, address: Address, node_id: NodeId | None, *, is_lasting: bool = False
+    ) -> None:
         """Take in that an agent may answer at `address`."""
-        if node_id == self._self_id:
-            return
-        with self._lock:
-            is_new = address not in self._suggested
-            if is_new and len(self._suggested) >= MAX_SUGGESTIONS:
-                return
-            self._suggested[address] = (node_id, time.monotonic())
-        if is_new:
-            self._wake.set()
+        self._apply(
+            lambda now_s: self._machine.suggested(address, node_id, now_s=now_s, lasting=is_lasting)
+        )
 
-    def seen(self, node_id: NodeId, cluster: str, addresses: tuple[Address, ...]) -> None:
+    def seen(self, seen: Seen) -> None:
         """Take in what mDNS heard."""
-        if cluster != self.cluster:
-            if len(self.other_clusters) < MAX_OTHER_CLUSTERS:
-                self.other_clusters.add(cluster)
-            return
-        for address in addresses:
-            self.suggest(address, node_id)
+        if seen.cluster == self.cluster:
+            for address in seen.addresses:
+                self.suggest(address, seen.node_id)
 
     def live(self) -> list[Member]:
         with self._lock:
-            return self._table.live()
+            return self._machine.live()
 
     def members(self) -> list[Member]:
         with self._lock:
-            return [member for _, member in sorted(self._table.members.items())]
+            return [member for _, member in sorted(self._machine.members.items())]
+
+    def view_hash(self) -> str:
+        with self._lock:
+            return view_hash(self._machine.view())
+
+    def duplicates(self) -> list[Duplicate]:
+        with self._lock:
+            return list(self._machine.duplicates.values())
+
+    def told(self, node_id: NodeId) -> Introduction | None:
+        """Give the last hello of a member."""
+        with self._lock:
+            return self._told.get(node_id)
+
+    def told_addresses(self, node_id: NodeId) -> tuple[Address, ...]:
+        told = self.told(node_id)
+        return told.addresses if told else ()
+
+    def pin(self, node_id: NodeId, address: Address | None) -> None:
+        with self._lock:
+            self._machine.pin(node_id, address)
+
+    def removed(self, node_id: NodeId) -> None:
+        """Take in that a device belongs to the cluster no more."""
+        self._dialling.drop_all_of(node_id)
+        self._apply(lambda now_s: self._machine.removed(node_id))
+
+    def spread_roster(self) -> list[NodeId]:
+        """Tell every live member now what we know of who belongs here; gives who has heard."""
+        calls = []
+        for member in self.live():
+            with contextlib.suppress(PeerError):
+                node_id = member.facts.node_id
+                channel = self._channel(member)
+                future = ControlStub(channel).SyncRoster.future(
+                    self._admissions.message(), SPREAD_TIMEOUT_S
+                )
+                calls.append((node_id, future))
+        return [node_id for node_id, call in calls if call.exception() is None]
 
     def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
-        """Answer another agent's hello; a refusal reveals nothing but the reason."""
-        if request.protocol != PROTOCOL_VERSION:
-            return pb.HelloReply(
-                protocol=PROTOCOL_VERSION,
-                refusal=f"protocol {request.protocol} is not {PROTOCOL_VERSION}; "
-                f"install the same version of exo-train on both",
-            )
-        if request.cluster != self.cluster:
+        """Answer another agent's hello; raises ProtocolError when it makes no sense."""
+        if request.protocol != PROTOCOL_VERSION or request.cluster != self.cluster:
             return pb.HelloReply(protocol=PROTOCOL_VERSION, refusal=ANOTHER_CLUSTER)
         if request.expected_node_id not in ("", self._self_id):
             return pb.HelloReply(protocol=PROTOCOL_VERSION, refusal="another device answers here")
-        facts, incarnation, addresses = from_node_facts(request.sender)
-        self._heard(facts, incarnation, addresses, proven=None)
-        for address in addresses:
-            self.suggest(address, facts.node_id)
-        known = [
-            to_node_facts(m.facts, incarnation=m.incarnation, addresses=m.addresses)
-            for m in self.live()
-        ]
+        told = from_node_facts(request.sender)
+        self._heard(told)
         return pb.HelloReply(
-            protocol=PROTOCOL_VERSION, cluster=self.cluster, self=self._own(), known=known
+            protocol=PROTOCOL_VERSION,
+            cluster=self.cluster,
+            self=to_node_facts(self._introduce()),
+            known=self._known(),
+            roster_digest=self._admissions.digest(),
+            clock_s=time.time(),
         )
 
     def goodbye(self, request: pb.GoodbyeRequest) -> None:
-        if request.cluster != self.cluster:
-            return
-        node_id = NodeId(request.node_id)
-        with self._lock:
-            member = self._table.members.get(node_id)
-            changed = self._table.left(node_id, now_s=time.monotonic())
-            self._suggested = {a: (n, t) for a, (n, t) in self._suggested.items() if n != node_id}
-        if changed and member is not None:
-            self._say(f"{member.facts.name} left")
+        if request.cluster == self.cluster:
+            node_id, incarnation = NodeId(request.node_id), request.incarnation
+            self._apply(
+                lambda now_s: self._machine.left(node_id, incarnation=incarnation, now_s=now_s)
+            )
 
-    def _own(self) -> pb.NodeFacts:
-        return to_node_facts(
-            self._facts(), incarnation=self.incarnation, addresses=self._addresses()
-        )
+    def _channel(self, member: Member) -> grpc.Channel:
+        """Give the channel of its heartbeats; raises PeerError when there is none."""
+        if not member.answers:
+            raise PeerError(f"{member.facts.name} cannot be called from here")
+        return self._dialling.to(member.proven[0], member.facts.node_id).channel
+
+    def dial_back(self, member: Member, addresses: tuple[Address, ...]) -> list[pb.DialOutcome]:
+        """Have a member connect to us; gives an outcome for each address. Raises PeerError."""
+        request = pb.DialBackRequest(endpoints=to_endpoints(addresses))
+        try:
+            stub = ControlStub(self._channel(member))
+            return list(stub.DialBack(request, timeout=DIAL_BACK_TIMEOUT_S).outcomes)
+        except grpc.RpcError as error:
+            raise refusal_of(error, member.proven[0]) from None
+
+    def _known(self) -> list[pb.NodeFacts]:
+        """Tell whom else we hear; after our own sleep that is old news until one has answered."""
+        with self._lock:
+            if self._machine.is_revalidating:
+                return []
+            ids = [member.facts.node_id for member in self._machine.live()]
+            told = [self._told[node_id] for node_id in ids if node_id in self._told]
+        # Each member tells of its own links.
+        return [to_node_facts(replace(introduction, links=())) for introduction in told]
 
     def _heard(
-        self,
-        facts: DeviceFacts,
-        incarnation: int,
-        addresses: tuple[Address, ...],
-        *,
-        proven: Address | None,
+        self, told: Introduction, *, proven: Address | None = None, rtt_s: float | None = None
     ) -> None:
-        with self._lock:
-            is_new = self._table.heard(
-                facts,
-                incarnation=incarnation,
+        addresses = tuple(all_dialable(told.addresses))
+        node_id = told.facts.node_id
+        if node_id != self._self_id:
+            with self._lock:
+                self._told[node_id] = told
+        self._apply(
+            lambda now_s: self._machine.heard(
+                told.facts,
+                incarnation=told.incarnation,
+                instance=told.instance,
                 addresses=addresses,
+                now_s=now_s,
                 proven=proven,
-                now_s=time.monotonic(),
+                rtt_s=rtt_s,
             )
-        if is_new:
-            gb = facts.usable_memory_bytes / 1e9
-            self._say(f"{facts.name} is here: {facts.backend} on {facts.chip}, {gb:.1f} GB usable")
+        )
 
     def _beat(self) -> None:
         while not self._stopping:
-            for address, node_id, is_member in self._targets():
-                pool = self._pool if is_member else self._search_pool
-                pool.submit(self._ask, address, node_id)
-            with self._lock:
-                changed = self._table.tick(now_s=time.monotonic())
-            for member in changed:
-                if member.state is MemberState.DEAD:
-                    self._say(f"{member.facts.name} has not answered for 15 s: taken as gone")
-            self._wake.wait(HEARTBEAT_S)
+            self._apply(lambda now_s: self._machine.tick(now_s=now_s))
+            self._wake.wait(TICK_S)
             self._wake.clear()
 
-    def _targets(self) -> list[tuple[Address, NodeId | None, bool]]:
-        """Choose whom to ask now: each member where it answered last, others where suggested.
-
-        The last value tells the first kind; an address still being asked is left out.
-        """
-        now_s = time.monotonic()
+    def _apply(self, event: Callable[[float], Iterable[Effect]]) -> None:
+        """Let the machine take an event in, and carry out what follows from it."""
         with self._lock:
-            live = {m.facts.node_id: m for m in self._table.live()}
-            self._suggested = {
-                address: (node_id, since_s)
-                for address, (node_id, since_s) in self._suggested.items()
-                if now_s - since_s < FORGET_SUGGESTION_AFTER_S or address in self._lasting
-            }
-            members = {m.proven[0]: node_id for node_id, m in live.items() if m.proven}
-            targets: dict[Address, NodeId | None] = dict(members)
-            proven = {node_id for node_id, m in live.items() if m.proven}
-            for address, (node_id, _) in self._suggested.items():
-                if node_id is None or node_id not in proven:
-                    targets.setdefault(address, node_id)
-            for node_id, member in self._table.members.items():
-                silent = member.state is not MemberState.ALIVE
-                if silent and member.state is not MemberState.LEFT:
-                    for address in member.addresses:
-                        targets.setdefault(address, node_id)
-            for address in self._lasting:
-                targets.setdefault(address, None)
-            chosen = [(a, n, a in members) for a, n in targets.items() if a not in self._asking]
-            self._asking.update(address for address, _, _ in chosen)
-        return chosen
+            effects = list(event(time.monotonic()))
+            is_quiet = self._machine.is_revalidating
+            gone = self._told.keys() - self._machine.members.keys()
+            for node_id in gone:
+                del self._told[node_id]
+        for effect in effects:
+            match effect:
+                case Ask():
+                    if not self._stopping:
+                        pool = self._heartbeats if effect.is_heartbeat else self._searches
+                        pool.submit(self._ask, effect)
+                case Changed():
+                    self._follow(effect, is_quiet=is_quiet)
+                case Duplicate():
+                    self.noticed.say_once(duplicate_sentence(effect, self._self_id))
+                case _:
+                    assert_never(effect)
 
-    def _ask(self, address: Address, node_id: NodeId | None) -> None:
+    def _follow(self, change: Changed, *, is_quiet: bool) -> None:
+        sentence = changed_sentence(change)
+        if sentence and not is_quiet:
+            self._say(sentence)
+
+    def _ask(self, ask: Ask) -> None:
+        """Call one address; whatever comes of it, the machine hears."""
         try:
-            request = pb.HelloRequest(
-                protocol=PROTOCOL_VERSION,
-                cluster=self.cluster,
-                sender=self._own(),
-                expected_node_id=node_id or "",
-            )
-            reply = ControlStub(self._channel(address)).Hello(request, timeout=HELLO_TIMEOUT_S)
-            self._take_reply(address, reply)
-        except grpc.RpcError as error:
-            log.debug("no hello from %s: %s", address, error)
-            self._drop_channel(address)
+            self._hello_to(ask)
+        except RemovedHereError as error:
+            self._failed(ask, Failure.FOREIGN)
+            self._on_expelled(ask.node_id, str(error))
+        except VersionError as error:
+            self.noticed.say_once(str(error))
+            self._failed(ask, Failure.FOREIGN)
+        except ProtocolError as error:
+            if ask.address in self._lasting:
+                self.noticed.say_once(f"--peer {error}")
+            log.info("no hello from %s: %s", ask.address, error)
+            self._failed(ask, Failure.FOREIGN)
         except ExoTrainError as error:
-            log.warning("hello from %s ignored: %s", address, error)
-        finally:
-            with self._lock:
-                self._asking.discard(address)
+            log.debug("no hello from %s: %s", ask.address, error)
+            self._dialling.drop(ask.address)
+            self._failed(ask, FAILURES[reach(ask.address)])
 
-    def _take_reply(self, address: Address, reply: pb.HelloReply) -> None:
+    def _hello_to(self, ask: Ask) -> None:
+        proven = self._dialling.to(ask.address, ask.node_id)
+        if proven.node_id == self._self_id:
+            own = self._introduce()
+            self._heard(
+                Introduction(
+                    facts=own.facts,
+                    incarnation=own.incarnation,
+                    instance=proven.instance,
+                    addresses=own.addresses if proven.instance == own.instance else (ask.address,),
+                ),
+                proven=ask.address,
+            )
+            return
+        request = pb.HelloRequest(
+            protocol=PROTOCOL_VERSION,
+            cluster=self.cluster,
+            sender=to_node_facts(self._introduce()),
+            expected_node_id=proven.node_id,
+            roster_digest=self._admissions.digest(),
+            clock_s=time.time(),
+        )
+        sent_s, stub = time.monotonic(), ControlStub(proven.channel)
+        try:
+            reply = stub.Hello(request, timeout=HELLO_TIMEOUT_S)
+            rtt_s = time.monotonic() - sent_s
+            if reply.roster_digest != self._admissions.digest():
+                self._admissions.merge(
+                    stub.SyncRoster(self._admissions.message(), timeout=HELLO_TIMEOUT_S)
+                )
+        except grpc.RpcError as error:
+            raise refusal_of(error, ask.address) from None
+        self._take_reply(ask, proven.node_id, reply, rtt_s=rtt_s)
+
+    def _take_reply(self, ask: Ask, node_id: NodeId, reply: pb.HelloReply, *, rtt_s: float) -> None:
         if reply.refusal:
-            self._take_refusal(address, reply)
-            return
-        if reply.cluster != self.cluster:
-            raise ProtocolError("it answers for another cluster")
-        facts, incarnation, addresses = from_node_facts(reply.self)
-        if facts.node_id == self._self_id:
-            with self._lock:
-                self._suggested.pop(address, None)
-            return
-        self._heard(facts, incarnation, addresses, proven=address)
+            raise NotTheDeviceError(f"{ask.address} refuses this device as {reply.refusal[:40]!r}")
+        told = from_node_facts(reply.self)
+        if told.facts.node_id != node_id or reply.cluster != self.cluster:
+            raise NotTheDeviceError(f"{ask.address} claims to be another than it proves to be")
+        skew_s = reply.clock_s - (time.time() - rtt_s / 2)
+        self.noticed.answered(ask.address)
+        self.noticed.clock(node_id, told.facts.name, skew_s)
+        self._heard(told, proven=ask.address, rtt_s=rtt_s)
+        live = {member.facts.node_id for member in self.live()}
         for known in reply.known:
-            other, _, other_addresses = from_node_facts(known)
-            if all(m.facts.node_id != other.node_id for m in self.live()):
-                for other_address in other_addresses:
-                    self.suggest(other_address, other.node_id)
+            other = from_node_facts(known)
+            if other.facts.node_id not in live:
+                for address in all_dialable(other.addresses):
+                    self.suggest(address, other.facts.node_id)
 
-    def _take_refusal(self, address: Address, reply: pb.HelloReply) -> None:
-        """Say it once, in our words: what a stranger sends is not for the screen."""
-        if reply.protocol != PROTOCOL_VERSION:
-            sentence = (
-                f"{address} speaks protocol {reply.protocol}, this device {PROTOCOL_VERSION}; "
-                f"install the same version of exo-train on both"
-            )
-        elif address in self._lasting and reply.refusal == ANOTHER_CLUSTER:
-            sentence = (
-                f"{address} belongs to another cluster than '{self.cluster}'; give both the same "
-                f"EXO_TRAIN_CLUSTER"
-            )
-        else:
-            return
-        with self._lock:
-            if sentence in self._said or len(self._said) >= MAX_REFUSALS_SAID:
-                return
-            self._said.add(sentence)
-        self._say(sentence)
-
-    def _drop_channel(self, address: Address) -> None:
-        """Let the next call connect anew: after a cut, or from an address this device had before,
-        the old connection waits out TCP's growing retransmission time.
-        """
-        with self._lock:
-            channel = self._channels.pop(address, None)
-        if channel is not None:
-            channel.close()
-
-    def _channel(self, address: Address) -> grpc.Channel:
-        with self._lock:
-            if address not in self._channels:
-                if len(self._channels) >= MAX_SUGGESTIONS:
-                    self._channels.pop(next(iter(self._channels))).close()
-                self._channels[address] = open_channel(address)
-            return self._channels[address]
+    def _failed(self, ask: Ask, how: Failure) -> None:
+        self.noticed.failed(ask.address, ask.node_id, how)
+        self._apply(lambda now_s: self._machine.failed(ask.address, ask.node_id, how, now_s=now_s))

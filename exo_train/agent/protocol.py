@@ -2,23 +2,59 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+
+import exo_train
 from exo_train.cluster.hardware import MAX_OVERRIDE_FACTOR
+from exo_train.cluster.interfaces import without_zone
 from exo_train.errors import ProtocolError
+from exo_train.identity import is_node_id
 from exo_train.peer import Address, DeviceFacts, NodeId, has_control_characters
 from exo_train.train.messages import from_endpoints, to_endpoints
 from exo_train.wire.pb import control_pb2 as pb
+from exo_train.wire.pb import handshake_pb2
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+FEATURES: tuple[str, ...] = ()
 TOKEN_METADATA = "exo-train-token"
 HEARTBEAT_S = 2.0
 HELLO_TIMEOUT_S = 2.0
 MAX_TEXT_CHARS = 200
 MAX_ENDPOINTS = 32
+MAX_DTYPES = 8
+MAX_LINKS = 64
 
 
-def to_node_facts(
-    facts: DeviceFacts, *, incarnation: int, addresses: tuple[Address, ...]
-) -> pb.NodeFacts:
+def greeting(
+    *, node_id: str = "", instance: str = "", certificate: bytes = b""
+) -> handshake_pb2.Greeting:
+    """Make this version's part of the frozen handshake; before pairing the rest stays empty."""
+    return handshake_pb2.Greeting(
+        protocol=PROTOCOL_VERSION,
+        build=exo_train.__version__,
+        features=FEATURES,
+        node_id=node_id,
+        instance=instance,
+        certificate=certificate,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """All that a device says of itself in a hello; `run` and `links` are as they came."""
+
+    facts: DeviceFacts
+    incarnation: int
+    instance: str
+    addresses: tuple[Address, ...]
+    run: pb.RunFacts | None = None
+    unreachable: bool = False
+    links: tuple[pb.LinkFacts, ...] = ()
+
+
+def to_node_facts(own: Introduction) -> pb.NodeFacts:
+    facts = own.facts
     return pb.NodeFacts(
         node_id=facts.node_id,
         name=facts.name,
@@ -26,23 +62,30 @@ def to_node_facts(
         device=facts.device,
         chip=facts.chip,
         memory_bytes=facts.memory_bytes,
+        free_memory_bytes=facts.free_memory_bytes,
         usable_memory_bytes=facts.usable_memory_bytes,
         dtypes=facts.dtypes,
         version=facts.version,
-        incarnation=incarnation,
-        endpoints=to_endpoints(addresses),
+        incarnation=own.incarnation,
+        instance=own.instance,
+        endpoints=to_endpoints([replace(a, host=without_zone(a.host)) for a in own.addresses]),
+        run=own.run,
+        unreachable=own.unreachable,
+        links=own.links,
     )
 
 
-def from_node_facts(message: pb.NodeFacts) -> tuple[DeviceFacts, int, tuple[Address, ...]]:
-    """Give facts, incarnation and addresses; raises ProtocolError when they make no sense."""
+def from_node_facts(message: pb.NodeFacts) -> Introduction:
+    """Read what a device says of itself; raises ProtocolError when it makes no sense."""
     texts = (message.name, message.backend, message.device, message.chip, message.version)
     if (
-        len(message.node_id) != 32
-        or any(len(text) > MAX_TEXT_CHARS or has_control_characters(text) for text in texts)
-        or len(message.dtypes) > 8
+        not is_node_id(message.node_id)
+        or any(not _is_shown(text) for text in (*texts, *message.dtypes, message.instance))
+        or len(message.dtypes) > MAX_DTYPES
         or len(message.endpoints) > MAX_ENDPOINTS
+        or len(message.links) > MAX_LINKS
         or message.usable_memory_bytes > message.memory_bytes * MAX_OVERRIDE_FACTOR
+        or not _makes_sense(message.run)
     ):
         raise ProtocolError("a device sent facts about itself that make no sense")
     facts = DeviceFacts(
@@ -52,8 +95,30 @@ def from_node_facts(message: pb.NodeFacts) -> tuple[DeviceFacts, int, tuple[Addr
         device=message.device,
         chip=message.chip,
         memory_bytes=message.memory_bytes,
+        free_memory_bytes=message.free_memory_bytes,
         usable_memory_bytes=message.usable_memory_bytes,
         dtypes=tuple(message.dtypes),
         version=message.version,
     )
-    return facts, message.incarnation, from_endpoints(message.endpoints)
+    return Introduction(
+        facts=facts,
+        incarnation=message.incarnation,
+        instance=message.instance,
+        addresses=from_endpoints(message.endpoints),
+        run=message.run if message.HasField("run") else None,
+        unreachable=message.unreachable,
+        links=tuple(message.links),
+    )
+
+
+def _is_shown(text: str) -> bool:
+    return len(text) <= MAX_TEXT_CHARS and not has_control_characters(text)
+
+
+def _makes_sense(run: pb.RunFacts) -> bool:
+    seconds = (run.phase_age_s, run.phase_limit_s)
+    return (
+        _is_shown(run.run_id)
+        and _is_shown(run.phase)
+        and all(math.isfinite(value) and value >= 0 for value in seconds)
+    )

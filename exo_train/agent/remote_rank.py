@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 
 from exo_train.agent.protocol import HELLO_TIMEOUT_S
+from exo_train.cluster.interfaces import all_dialable
 from exo_train.errors import ExoTrainError, PeerLostError
 from exo_train.peer import Address
 from exo_train.train.ring import Event, LostRankError
 from exo_train.transport.channel import open_channel
+from exo_train.transport.tls import PeerTls
 from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb.control_pb2_grpc import ControlStub
 
@@ -26,9 +28,10 @@ CLOSE_TIMEOUT_S = 8.0
 class RemoteRank:
     """Implements `RankChannel`."""
 
-    def __init__(self, name: str, addresses: Sequence[Address]) -> None:
+    def __init__(self, name: str, addresses: Sequence[Address], tls: PeerTls) -> None:
         self._name = name
-        self._addresses = list(addresses)
+        self._addresses = all_dialable(addresses)
+        self._tls = tls
         self._outgoing: queue.SimpleQueue[pb.RunMessage | None] = queue.SimpleQueue()
         self._channel: grpc.Channel | None = None
         self._thread: threading.Thread | None = None
@@ -56,7 +59,9 @@ class RemoteRank:
 
     def _connect(self) -> grpc.Channel:
         for address in self._addresses:
-            channel = open_channel(address)
+            channel = open_channel(
+                address, credentials=self._tls.credentials, tls_name=self._tls.name
+            )
             try:
                 timeout_s = min(CONNECT_TIMEOUT_S, 2 * HELLO_TIMEOUT_S)
                 grpc.channel_ready_future(channel).result(timeout=timeout_s)
@@ -89,6 +94,10 @@ def _reason(error: grpc.RpcError) -> str:
     details = (error.details() if hasattr(error, "details") else "") or ""
     if code is grpc.StatusCode.UNAVAILABLE:
         return "the connection to it broke (switched off, asleep, or its agent was ended?)"
-    if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED):
+    if code in (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ):
         return details
     return f"its agent answered {code.name if code else 'an error'} {details}".strip()

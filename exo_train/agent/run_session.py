@@ -37,8 +37,9 @@ class WorkerSettings:
     node_id: NodeId
     name: str
     cluster: str
-    hosts: tuple[str, ...]  # where its data server listens
-    cache: Path
+    listen_hosts: tuple[str, ...]  # where its data server listens
+    hosts: tuple[str, ...]  # where others reach it
+    home: Path
     logs: Path
     backends: tuple[str, ...]
     own_models: Mapping[str, str]  # by run id: path of the model, when it lies on this device
@@ -47,10 +48,11 @@ class WorkerSettings:
 class RunSession:
     """Serves one Run stream; `messages` is what the stream answers."""
 
-    def __init__(self, settings: WorkerSettings, first: pb.RunMessage) -> None:
+    def __init__(self, settings: WorkerSettings, first: pb.RunMessage, driver: NodeId) -> None:
         check_prepare(settings, first)
+        self.driver = driver
         self.run_id, self.generation, self.rank = first.run_id, first.generation, first.rank
-        self.phase = "starting"
+        self.phase, self.phase_limit_s = "starting", 0.0
         self._phase_since_s = time.monotonic()
         self._name = settings.name
         self._out: queue.Queue[pb.RunMessage | None] = queue.Queue(MAX_QUEUED_MESSAGES)
@@ -61,6 +63,10 @@ class RunSession:
             on_exit=self._worker_ended,
         )
         self._worker.send(first.SerializeToString())
+
+    @property
+    def phase_age_s(self) -> float:
+        return time.monotonic() - self._phase_since_s
 
     @property
     def worker_pid(self) -> int:
@@ -108,8 +114,10 @@ class RunSession:
     def _from_worker(self, raw: bytes) -> None:
         message = pb.RunMessage.FromString(raw)
         if message.WhichOneof("body") == "progress":
+            if message.progress.phase != self.phase:
+                self._phase_since_s = time.monotonic()
             self.phase = message.progress.phase
-            self._phase_since_s = time.monotonic()
+            self.phase_limit_s = message.progress.phase_limit_s
             return
         self._out.put(message)
 
@@ -120,8 +128,13 @@ class RunSession:
         self._out.put(None)
 
     def _progress(self) -> pb.RunMessage:
-        age_s = time.monotonic() - self._phase_since_s
-        return self._message(progress=pb.Progress(phase=self.phase, phase_age_s=age_s))
+        return self._message(
+            progress=pb.Progress(
+                phase=self.phase,
+                phase_age_s=self.phase_age_s,
+                phase_limit_s=self.phase_limit_s,
+            )
+        )
 
     def _message(self, **body: Any) -> pb.RunMessage:
         return pb.RunMessage(run_id=self.run_id, generation=self.generation, rank=self.rank, **body)
@@ -142,9 +155,11 @@ def check_prepare(settings: WorkerSettings, first: pb.RunMessage) -> None:
 
 
 def _arguments(settings: WorkerSettings, first: pb.RunMessage) -> list[str]:
-    arguments = ["--cache", str(settings.cache)]
+    arguments = ["--home", str(settings.home)]
     if first.run_id in settings.own_models:
         arguments += ["--model", settings.own_models[first.run_id]]
+    for host in settings.listen_hosts:
+        arguments += ["--listen", host]
     for host in settings.hosts:
         arguments += ["--host", host]
     return arguments

@@ -1,51 +1,112 @@
-"""What the agent answers: Control to other devices, Local to commands of its own home.
+"""What the agent answers to other devices: Handshake and Control.
 
-Owns the mapping between gRPC and the agent's parts. gRPC's statuses are made here and nowhere
-else in the agent.
+Owns the mapping between gRPC and the agent's parts, and the check of every claim against the
+caller's certificate. gRPC's statuses are made here and in `local_service`, nowhere else.
 """
 
 from __future__ import annotations
 
-import secrets
+import ipaddress
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+import urllib.parse
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import NoReturn
 
 import grpc
 
+from exo_train.agent.admissions import Admissions
 from exo_train.agent.meeting import Meeting
-from exo_train.agent.protocol import TOKEN_METADATA
+from exo_train.agent.protocol import MAX_ENDPOINTS
 from exo_train.agent.run_session import RunSession, WorkerSettings
-from exo_train.errors import ExoTrainError
-from exo_train.models.open import open_model
-from exo_train.peer import Address
-from exo_train.train.messages import to_endpoints
-from exo_train.transport.weight_server import WeightServer
+from exo_train.cluster.interfaces import all_dialable, local_addresses, without_zone
+from exo_train.errors import ExoTrainError, ProtocolError
+from exo_train.peer import Address, NodeId
+from exo_train.train.messages import from_endpoints
+from exo_train.transport.reach import Reach, reach_all
+from exo_train.transport.tls import Gate, caller_id
 from exo_train.wire.pb import control_pb2 as pb
-from exo_train.wire.pb.control_pb2_grpc import ControlServicer, LocalServicer
+from exo_train.wire.pb import handshake_pb2, pairing_pb2
+from exo_train.wire.pb.control_pb2_grpc import ControlServicer
+from exo_train.wire.pb.handshake_pb2_grpc import HandshakeServicer
 
 MAX_SESSIONS = 16
+MAX_HELLO_BYTES = 64 << 10  # what a device says of itself is told on to all others
+OUTCOMES = {
+    Reach.CONNECTED: pb.CONNECTED,
+    Reach.REFUSED: pb.REFUSED,
+    Reach.TIMED_OUT: pb.TIMED_OUT,
+    Reach.NO_ROUTE: pb.UNREACHABLE,
+}
+
+
+class HandshakeService(HandshakeServicer):
+    def __init__(self, greeting: handshake_pb2.Greeting) -> None:
+        self._greeting = greeting
+
+    def Greet(
+        self, request: handshake_pb2.Greeting, context: grpc.ServicerContext
+    ) -> handshake_pb2.Greeting:
+        return self._greeting
 
 
 class ControlService(ControlServicer):
     """Thread-safe; `settings` is asked at each run's start."""
 
-    def __init__(self, meeting: Meeting, settings: Callable[[], WorkerSettings]) -> None:
+    def __init__(
+        self,
+        meeting: Meeting,
+        admissions: Admissions,
+        gate: Gate,
+        settings: Callable[[], WorkerSettings],
+    ) -> None:
         self._meeting = meeting
+        self._admissions = admissions
+        self._gate = gate
         self._settings = settings
         self._sessions: list[RunSession] = []
         self._lock = threading.Lock()
 
     def Hello(self, request: pb.HelloRequest, context: grpc.ServicerContext) -> pb.HelloReply:
+        self._check_claim(request.sender.node_id, context)
         try:
+            if (size := request.ByteSize()) > MAX_HELLO_BYTES:
+                raise ProtocolError(f"a hello has {size} bytes, the limit is {MAX_HELLO_BYTES}")
             return self._meeting.hello(request)
         except ExoTrainError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            self._refuse_malformed(context, error)
 
     def Goodbye(self, request: pb.GoodbyeRequest, context: grpc.ServicerContext) -> pb.GoodbyeReply:
+        self._check_claim(request.node_id, context)
         self._meeting.goodbye(request)
         return pb.GoodbyeReply()
+
+    def SyncRoster(
+        self, request: pairing_pb2.RosterState, context: grpc.ServicerContext
+    ) -> pairing_pb2.RosterState:
+        try:
+            self._admissions.merge(request)
+        except ExoTrainError as error:
+            self._refuse_malformed(context, error)
+        return self._admissions.message()
+
+    def DialBack(
+        self, request: pb.DialBackRequest, context: grpc.ServicerContext
+    ) -> pb.DialBackReply:
+        """Try only what the caller has told to be its own: this is no port scanner for hire."""
+        try:
+            if (count := len(request.endpoints)) > MAX_ENDPOINTS:
+                raise ProtocolError(f"{count} addresses to try, the limit is {MAX_ENDPOINTS}")
+            wanted = from_endpoints(request.endpoints)
+        except ExoTrainError as error:
+            self._refuse_malformed(context, error)
+        told = self._meeting.told_addresses(caller_id(context))
+        caller_host, own_hosts = _host(context.peer()), {a.host for a in local_addresses()}
+        tried = _try(
+            a for a in wanted if a in told and may_dial_back(a.host, caller_host, own_hosts)
+        )
+        return pb.DialBackReply(
+            outcomes=[tried.get(address, pb.DIAL_OUTCOME_UNSPECIFIED) for address in wanted]
+        )
 
     def Run(
         self, request_iterator: Iterator[pb.RunMessage], context: grpc.ServicerContext
@@ -60,19 +121,31 @@ class ControlService(ControlServicer):
             with self._lock:
                 self._sessions.remove(session)
 
-    def run_status(self) -> dict[str, Any] | None:
-        """Give the newest run this device takes part in, or None."""
+    def run_facts(self) -> pb.RunFacts | None:
+        """Give the newest run that this device takes part in, or None."""
         with self._lock:
-            if not self._sessions:
-                return None
-            session = self._sessions[-1]
-        return {
-            "id": session.run_id,
-            "generation": session.generation,
-            "rank": session.rank,
-            "phase": session.phase,
-            "worker_pid": session.worker_pid,
-        }
+            session = self._sessions[-1] if self._sessions else None
+        if session is None:
+            return None
+        return pb.RunFacts(
+            run_id=session.run_id,
+            generation=session.generation,
+            rank=session.rank,
+            phase=session.phase,
+            phase_age_s=session.phase_age_s,
+            phase_limit_s=session.phase_limit_s,
+        )
+
+    def worker_pid(self) -> int | None:
+        with self._lock:
+            return self._sessions[-1].worker_pid if self._sessions else None
+
+    def end_runs_of(self, node_id: NodeId) -> None:
+        """End this device's part in the runs that a removed device leads."""
+        with self._lock:
+            sessions = [session for session in self._sessions if session.driver == node_id]
+        for session in sessions:
+            session.stop()
 
     def close(self) -> None:
         with self._lock:
@@ -81,69 +154,69 @@ class ControlService(ControlServicer):
             session.stop()
 
     def _open(self, first: pb.RunMessage, context: grpc.ServicerContext) -> RunSession:
+        settings, driver = self._settings(), caller_id(context)  # before the lock: they may ask us
         with self._lock:
             if len(self._sessions) >= MAX_SESSIONS:
                 context.abort(
                     grpc.StatusCode.RESOURCE_EXHAUSTED, f"takes part in {MAX_SESSIONS} runs already"
                 )
             try:
-                session = RunSession(self._settings(), first)
+                session = RunSession(settings, first, driver)
             except ExoTrainError as error:
-                context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+                code = grpc.StatusCode.FAILED_PRECONDITION
+                self._gate.refuse(context, code, "a run that does not fit", str(error))
             self._sessions.append(session)
             return session
 
+    def _check_claim(self, node_id: str, context: grpc.ServicerContext) -> None:
+        """Refuse a member that speaks in another's name."""
+        caller = caller_id(context)
+        if node_id != caller:
+            sentence = f"device {caller} claims to be {node_id[:32]!r}: the certificate decides"
+            self._gate.refuse(context, grpc.StatusCode.UNAUTHENTICATED, "another's name", sentence)
 
-class LocalService(LocalServicer):
-    """Refuses callers that do not know the token of the home's agent.json."""
+    def _refuse_malformed(self, context: grpc.ServicerContext, error: ExoTrainError) -> NoReturn:
+        self._gate.refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "malformed", str(error))
 
-    def __init__(
-        self,
-        *,
-        token: str,
-        status: Callable[[], str],
-        weights: WeightServer,
-        weights_addresses: Callable[[], tuple[Address, ...]],
-    ) -> None:
-        self._token = token
-        self._status = status
-        self._weights = weights
-        self._weights_addresses = weights_addresses
-        self._tokens: dict[str, str] = {}  # by run id
-        self._paths: dict[str, str] = {}  # by run id
 
-    def own_models(self) -> dict[str, str]:
-        """Give the path of each model served from here, by run id."""
-        return dict(self._paths)
+def may_dial_back(host: str, caller_host: str, own_hosts: Collection[str]) -> bool:
+    """Tell whether to connect for a caller: to numeric hosts, and to this one only from itself.
 
-    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
-        self._check(context)
-        return pb.StatusReply(json=self._status())
+    A member elsewhere must not learn what listens on this device's loopback or behind its firewall.
+    """
+    try:
+        target = _numeric(host)
+        if not _is_here(target, own_hosts):
+            return not target.is_multicast
+        return _is_here(_numeric(caller_host), own_hosts)
+    except ValueError:  # a name: those are never dialled
+        return False
 
-    def ServeModel(
-        self, request: pb.ServeModelRequest, context: grpc.ServicerContext
-    ) -> pb.ServeModelReply:
-        self._check(context)
-        try:
-            _, source = open_model(Path(request.path))
-        except ExoTrainError as error:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        self._weights.register(request.token, source)
-        self._tokens[request.run_id] = request.token
-        self._paths[request.run_id] = request.path
-        return pb.ServeModelReply(endpoints=to_endpoints(self._weights_addresses()))
 
-    def StopServing(
-        self, request: pb.StopServingRequest, context: grpc.ServicerContext
-    ) -> pb.StopServingReply:
-        self._check(context)
-        self._paths.pop(request.run_id, None)
-        token = self._tokens.pop(request.run_id, None)
-        if token is not None:
-            self._weights.unregister(token)
-        return pb.StopServingReply()
+def _is_here(
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address, own_hosts: Collection[str]
+) -> bool:
+    own = {without_zone(host) for host in own_hosts}
+    return address.is_loopback or address.is_unspecified or str(address) in own
 
-    def _check(self, context: grpc.ServicerContext) -> None:
-        given = dict(context.invocation_metadata()).get(TOKEN_METADATA, "")
-        if not secrets.compare_digest(str(given).encode(), self._token.encode()):
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not this agent's")
+
+def _numeric(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    address = ipaddress.ip_address(without_zone(host))
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
+def _host(peer: str) -> str:
+    """Give the host of what gRPC calls a peer: `ipv4:1.2.3.4:5` or `ipv6:[::1]:5`, escaped."""
+    host = urllib.parse.unquote(peer).partition(":")[2].rpartition(":")[0]
+    return host.strip("[]")
+
+
+def _try(addresses: Iterable[Address]) -> dict[Address, pb.DialOutcome]:
+    """Connect to each; a link-local one is reached when it is on any of our networks."""
+    ways = [(address, way) for address in addresses for way in all_dialable([address])]
+    tried: dict[Address, pb.DialOutcome] = {}
+    for (address, _), outcome in zip(ways, reach_all([way for _, way in ways]), strict=False):
+        if tried.get(address) != pb.CONNECTED:
+            tried[address] = OUTCOMES[outcome]
+    return tried

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from exo_train.agent.driver import Narrator, OpenedModel, open_for_run, open_ring
+from exo_train.agent.driver import Narrator, OpenedModel, open_for_run, open_ring, own_tls
 from exo_train.agent.local_client import LocalClient, own_agent
 from exo_train.agent.members import wait_candidates
 from exo_train.agent.planning import Candidate, make_plan, ring_order
@@ -28,6 +28,7 @@ from exo_train.train.batches import Microbatch
 from exo_train.train.loop import merge
 from exo_train.train.metrics import finite_or_none
 from exo_train.train.ring import Ring
+from exo_train.transport.tls import MemberTls
 from exo_train.wire.pb import control_pb2 as pb
 
 # Relative to the largest value of the array. Between MLX and PyTorch in fp32 1.3e-5 was measured
@@ -65,7 +66,7 @@ def verify(home: Home, model_name: str, config: TrainConfig, narrator: Narrator)
         )
         own = Candidate.from_status(next(m for m in status["members"] if m["id"] == own_id))
         one = make_one(own, config, model, status["cluster"])
-        steps = _Steps(client, model, status, narrator, config.seed)
+        steps = _Steps(client, own_tls(home), model, status, narrator, config.seed)
         ring = steps.run(plan)
         oracle = steps.run(one)
         if not np.isfinite(oracle.loss) or not _all_finite(oracle.gradients):
@@ -100,12 +101,14 @@ class _Steps:
     def __init__(
         self,
         client: LocalClient,
+        tls: MemberTls,
         model: OpenedModel,
         status: dict[str, Any],
         narrator: Narrator,
         seed: int,
     ) -> None:
         self._client = client
+        self._tls = tls
         self._model = model
         self._status = status
         self._narrator = narrator
@@ -114,6 +117,7 @@ class _Steps:
     def run(self, plan: Plan) -> Measured:
         with open_ring(
             self._client,
+            self._tls,
             plan,
             self._model,
             self._status,

@@ -1,7 +1,8 @@
-"""`join` and `status`."""
+"""`join`, `invite`, `leave`, `remove` and `status`."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -16,28 +17,40 @@ from rich.console import Console
 from rich.live import Live
 
 from exo_train.agent.agent import Agent, JoinOptions
-from exo_train.agent.local_client import LocalClient
+from exo_train.agent.joining import become_member, leave_cluster
+from exo_train.agent.local_client import Invitation, LocalClient, own_agent
 from exo_train.cluster.hardware import parse_size
-from exo_train.cluster.home import open_home
+from exo_train.cluster.home import Home, open_home
 from exo_train.errors import PeerError
 from exo_train.peer import Address
-from exo_train.ui.tables import status_table
+from exo_train.ui.tables import status_screen
 
 REDRAW_S = 1.0
+INVITE_SCHEMA = 1
 
 
 def register(app: typer.Typer) -> None:
     app.command(
         epilog="Example: exo-train join --name den-pc --memory 12GB",
     )(join)
+    app.command(epilog="Example: exo-train invite --json")(invite)
+    app.command(epilog="Example: exo-train leave")(leave)
+    app.command(epilog="Example: exo-train remove old-laptop")(remove)
     app.command(epilog="Example: exo-train status --json")(status)
 
 
 def join(
+    code: Annotated[
+        str | None,
+        typer.Option(help="Code that a member shows, like 7-maple-tiger; only the first time."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="What others call this device.")] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="HOST:PORT of a member, where multicast does not pass; repeatable."),
+        typer.Option(
+            help="HOST:PORT of a member, where multicast does not pass; with --code, the address "
+            "shown with the code. Repeatable."
+        ),
     ] = None,
     interface: Annotated[
         str | None, typer.Option(help="Use this network interface only, e.g. en0.")
@@ -53,8 +66,8 @@ def join(
 ) -> None:
     """Make this device a member and keep it one until Ctrl-C.
 
-    Devices of one network with the same EXO_TRAIN_CLUSTER (default "home") find each other by
-    mDNS. There is no pairing and no encryption yet: use it on a network you trust.
+    The first device makes a cluster and shows a code; `exo-train join --code CODE` on the next one
+    pairs it, once. From then on both find each other by themselves, and all they say is encrypted.
     """
     options = JoinOptions(
         name=name,
@@ -65,41 +78,116 @@ def join(
         backend=backend,
         device=device,
     )
+    stopped = _end_signals()
+    if tied:
+        threading.Thread(target=_end_with_input, args=(stopped,), daemon=True).start()
+    _keep_member(open_home(), code, options, stopped, headless=headless, tied=tied)
+
+
+def _keep_member(
+    home: Home,
+    code: str | None,
+    options: JoinOptions,
+    stopped: threading.Event,
+    *,
+    headless: bool,
+    tied: bool,
+) -> None:
+    """Pair at need, then be a member until a signal or the membership's end."""
     console = Console()
     on_terminal = console.is_terminal and not headless
     if headless:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    ended = _end_signals()
-    if tied:
-        threading.Thread(target=_end_with_input, args=(ended,), daemon=True).start()
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    with Agent(open_home(), options, say=say) as agent:
-        say(f"listening on port {agent.port}; Ctrl-C leaves")
-        if on_terminal:
-            with Live(console=console, auto_refresh=False) as live:
-                while not ended.wait(REDRAW_S):
-                    live.update(status_table(agent.status()), refresh=True)
-        else:
-            ended.wait()
-        say("leaving")
+    if code is not None:
+        become_member(home, code, peers=options.peers, interface=options.interface, say=say)
+        options = dataclasses.replace(options, peers=())  # they were pairing ports
+    with Agent(home, options, say=say) as agent:
+        say(f"listening on port {agent.port}; Ctrl-C ends")
+        if agent.is_alone and not tied:
+            say(_invitation_text(agent.invite()))
+        _wait(agent, stopped, console if on_terminal else None)
+        say("leaving" if agent.failure is None else "ending")
+    if agent.failure is not None:
+        raise agent.failure
+
+
+def invite(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show a fresh code for one more device; it lives ten minutes, and one made before is void."""
+    with _running_agent(open_home()) as client:
+        invitation = client.invite()
+    if as_json:
+        content = {
+            "schema": INVITE_SCHEMA,
+            "code": invitation.code,
+            "expires_s": invitation.expires_s,
+            "addresses": [str(address) for address in invitation.addresses],
+        }
+        typer.echo(json.dumps(content, indent=2))
+    else:
+        typer.echo(_invitation_text(invitation))
+
+
+def leave() -> None:
+    """End this device's membership for good: the others are told, its keys are deleted."""
+    told = leave_cluster(open_home())
+    typer.echo(f"this device has left; {', '.join(told) or 'nobody'} was told")
+
+
+def remove(
+    device: Annotated[str, typer.Argument(help="Its name, or the start of its id.")],
+) -> None:
+    """End another device's membership for good: all members refuse it from now on."""
+    with own_agent(open_home()) as client:
+        name, invited = client.remove(device)
+    typer.echo(f"{name} is a member no more")
+    if invited:
+        typer.echo(f"it had invited {', '.join(invited)}: remove them too if you do not know them")
 
 
 def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show who is in the cluster, as this home's agent sees it."""
-    endpoint = open_home().agent()
-    if endpoint is None:
-        raise PeerError("no agent of this home runs; start one with `exo-train join`")
-    with LocalClient(endpoint) as client:
+    """Show who is in the cluster, how they are connected, and what runs."""
+    with _running_agent(open_home()) as client:
         content: dict[str, Any] = client.status()
     if as_json:
         typer.echo(json.dumps(content, indent=2))
     else:
-        Console().print(status_table(content))
+        Console().print(status_screen(content))
+
+
+def _running_agent(home: Home) -> LocalClient:
+    endpoint = home.agent()
+    if endpoint is None:
+        raise PeerError("no agent of this home runs; start one with `exo-train join`")
+    return LocalClient(endpoint)
+
+
+def _invitation_text(invitation: Invitation) -> str:
+    minutes = round(invitation.expires_s / 60)
+    where = invitation.addresses[0] if invitation.addresses else "HOST:PORT"
+    return (
+        f"to add a device, run there within {minutes} minutes:\n\n"
+        f"    exo-train join --code {invitation.code}\n\n"
+        f"(if it does not find this one: add --peer {where})"
+    )
+
+
+def _wait(agent: Agent, stopped: threading.Event, console: Console | None) -> None:
+    """Wait until the user or the agent itself ends it; draw the cluster meanwhile."""
+    if console is None:
+        while not stopped.wait(REDRAW_S) and not agent.ended.is_set():
+            pass
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        while not stopped.wait(REDRAW_S) and not agent.ended.is_set():
+            live.update(status_screen(agent.status()), refresh=True)
 
 
 def _end_with_input(ended: threading.Event) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import exo_train
-from exo_train.cli import cluster_commands, model_commands, train_command
+from exo_train.cli import cluster_commands, doctor_command, model_commands, train_command
 from exo_train.errors import ExoTrainError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app = typer.Typer(
     "5 numbers went wrong, 130 interrupted (what is saved is said).",
 )
 cluster_commands.register(app)
+doctor_command.register(app)
 train_command.register(app)
 model_commands.register(app)
 

@@ -1,50 +1,72 @@
 """mDNS: says that this agent is here, and hears of others.
 
-Owns the zeroconf objects. Must not decide anything: what it hears are suggestions whom to dial.
-The record carries a node id, port, cluster tag and protocol version, nothing else.
+Owns the zeroconf objects, one per address family: macOS hears no IPv4 multicast on a socket for
+both, and trouble with one stays with it. Must not decide anything: what it hears are suggestions.
+
+Changed addresses need a new Discovery. Zeroconf can take interfaces up at run time since 0.150;
+opening anew needs no more than its oldest safe version, and 50 ms.
 """
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
-import ipaddress
 import logging
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import cast
 
-from zeroconf import (
-    Error as ZeroconfError,
-)
-from zeroconf import (
-    IPVersion,
-    ServiceBrowser,
-    ServiceInfo,
-    ServiceStateChange,
-    Zeroconf,
-)
+from zeroconf import Error as ZeroconfError
+from zeroconf import IPVersion, ServiceBrowser, ServiceInfo, ServiceStateChange, Zeroconf
 
-from exo_train.cluster.interfaces import LocalAddress
+from exo_train.cluster.interfaces import LocalAddress, without_zone
+from exo_train.cluster.mdns_record import (
+    PAIRING_SERVICE_TYPE,
+    SERVICE_TYPE,
+    Announcement,
+    Seen,
+    id_in_name,
+    read_info,
+)
+from exo_train.cluster.multicast import MulticastCounts, MulticastEar, sender_name
 from exo_train.errors import PeerError
 from exo_train.peer import Address, NodeId
 
-SERVICE_TYPE = "_exo-train._tcp.local."
-RESOLVE_TIMEOUT_MS = 3000
-CLOSE_CHECK_S = 0.2
-MAX_PENDING_NAMES = 256
-MAX_ADDRESSES = 16
-MAX_LOOKUPS = 5  # of one name, when the record comes without its details
+REGISTER_TIMEOUT_S = 3.0
+LOOKUP_TIMEOUT_MS = 1000  # also the longest that an end waits for one
+LOOKUP_PAUSES_S = (0.5, 1.0, 2.0, 4.0)  # of one name, when the record comes without its details
+LOOKUP_THREADS = 4
+MAX_PENDING_NAMES = 64
+MAX_SEEN = 256
+MAX_COPIES = 4
+MAX_QUEUED_CANDIDATES = 64
 
-OnSeen = Callable[[NodeId, str, tuple[Address, ...]], None]
+OnSeen = Callable[[Seen], None]
 
 log = logging.getLogger(__name__)
 
 
-class Discovery:
-    """Announces one agent on IPv4 and reports others as (node id, cluster tag, addresses).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """What one Discovery heard since it was opened."""
 
-    `on_seen` is called from this object's own thread. Making one takes a second: it asks the
-    network whether the name is free. Raises PeerError when mDNS does not work.
+    interfaces: Mapping[str, MulticastCounts]
+    left_out: Mapping[str, str]  # "lan0 (IPv6)" → why
+    seen: tuple[Seen, ...]  # the last record of each id
+    other_clusters: frozenset[str]
+    copies: tuple[Address, ...]  # where another device claims this one's id
+
+
+class Discovery:
+    """Announces one agent and reports others; `on_seen` is called from this object's threads.
+
+    Raises PeerError when mDNS works on none of the addresses. The name is not asked for first, as
+    RFC 6762 (section 8.1) wants of names that people chose: it is made from a key.
     """
 
     def __init__(
@@ -54,45 +76,158 @@ class Discovery:
         cluster: str,
         protocol: int,
         port: int,
-        addresses: list[LocalAddress],
+        addresses: Sequence[LocalAddress],
         on_seen: OnSeen,
     ) -> None:
         self._node_id = node_id
+        self._cluster = cluster
+        self._protocol = protocol
+        self._port = port
+        self._addresses = tuple(addresses)
         self._on_seen = on_seen
-        self._names: queue.Queue[str] = queue.Queue(MAX_PENDING_NAMES)
-        self._lookups: dict[str, int] = {}
-        self._closing = False
-        self._info = ServiceInfo(
-            SERVICE_TYPE,
-            f"{node_id}.{SERVICE_TYPE}",
-            parsed_addresses=[a.host for a in addresses],
-            port=port,
-            properties={"id": node_id, "cluster": cluster, "v": str(protocol)},
-            server=f"{node_id}.local.",
-        )
-        try:
-            self._zeroconf = _open(addresses)
-        except (OSError, ZeroconfError) as error:
-            raise _does_not_work(error) from None
-        try:
-            self._zeroconf.register_service(self._info)
-        except (OSError, ZeroconfError) as error:
-            self._zeroconf.close()
-            raise _does_not_work(error) from None
-        self._thread = threading.Thread(target=self._resolve_all, name="discovery", daemon=True)
-        self._thread.start()
-        self._browser = ServiceBrowser(
-            self._zeroconf, SERVICE_TYPE, handlers=[self._on_state_change]
-        )
+        self._lock = threading.Lock()
+        self._seen: dict[NodeId, Seen] = {}
+        self._copies: dict[Address, None] = {}
+        self._pairing: list[Announcing] = []
+        self._ear = MulticastEar(addresses, own_id=node_id)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._ear.close)
+            self._zeroconfs = _open_all(self._ear)
+            undo.callback(_close_all, self._zeroconfs)
+            self._announce(SERVICE_TYPE, node_id, port)
+            self._browsing = Browsing(
+                self._zeroconfs, SERVICE_TYPE, own=self._addresses, on_seen=self._take
+            )
+            self._undo = undo.pop_all()
 
     def close(self) -> None:
         """Say goodbye on the network and stop."""
-        self._closing = True
-        self._browser.cancel()
-        with contextlib.suppress(OSError, ZeroconfError):  # the network may be gone by now
+        self._browsing.close()
+        self._undo.close()
+
+    def ask_again(self) -> None:
+        """Ask the network anew who is there: zeroconf by itself stops after a quarter minute."""
+        self._browsing.ask_again()
+
+    def announce_pairing(self, pairing_id: str, port: int) -> None:
+        """Announce an open invitation under a random id of its own, in place of one before."""
+        self.withdraw_pairing()
+        announced = self._announce(PAIRING_SERVICE_TYPE, pairing_id, port)
+        with self._lock:
+            self._pairing += announced
+
+    def withdraw_pairing(self) -> None:
+        with self._lock:
+            announced, self._pairing = self._pairing, []
+        for announcing in announced:
+            announcing.withdraw()
+
+    def heard(self) -> Heard:
+        with self._lock:
+            seen, copies = tuple(self._seen.values()), tuple(self._copies)
+        return Heard(
+            interfaces=self._ear.counts(),
+            left_out=dict(self._ear.left_out),
+            seen=seen,
+            other_clusters=frozenset(s.cluster for s in seen if s.cluster != self._cluster),
+            copies=copies,
+        )
+
+    def _announce(self, service_type: str, service_id: str, port: int) -> list[Announcing]:
+        announcement = Announcement(
+            service_type=service_type,
+            id=service_id,
+            cluster=self._cluster,
+            port=port,
+            protocol=self._protocol,
+        )
+        hosts = [a.host for a in self._addresses]
+        return [Announcing(zeroconf, announcement.to_info(hosts)) for zeroconf in self._zeroconfs]
+
+    def _take(self, seen: Seen) -> None:
+        if seen.node_id == self._node_id:
+            self._note_copy(seen)
+            return
+        with self._lock:
+            self._seen.pop(seen.node_id, None)
+            if len(self._seen) >= MAX_SEEN:
+                self._seen.pop(next(iter(self._seen)))
+            self._seen[seen.node_id] = seen
+        self._on_seen(seen)
+
+    def _note_copy(self, seen: Seen) -> None:
+        own = {without_zone(a.host) for a in self._addresses}
+        for address in seen.addresses:
+            is_own = address.port == self._port and without_zone(address.host) in own
+            if not is_own and len(self._copies) < MAX_COPIES:
+                with self._lock:
+                    self._copies[address] = None
+
+
+class Announcing:
+    """One record in force on one zeroconf, whose three announcements go out by themselves.
+
+    Raises PeerError when that does not work.
+    """
+
+    def __init__(self, zeroconf: Zeroconf, info: ServiceInfo) -> None:
+        self._zeroconf = zeroconf
+        self._info = info
+        assert zeroconf.loop is not None
+        self._loop = zeroconf.loop
+        registering = zeroconf.async_register_service(info, cooperating_responders=True)
+        try:
+            registered = asyncio.run_coroutine_threadsafe(registering, self._loop)
+            # Zeroconf promises an awaitable, and gives the task that repeats.
+            self._repeating = cast("asyncio.Future[None]", registered.result(REGISTER_TIMEOUT_S))
+        except (OSError, ZeroconfError, concurrent.futures.TimeoutError) as error:
+            raise PeerError(
+                f"mDNS does not work here ({type(error).__name__}: {error}); name a device with "
+                f"--peer HOST:PORT"
+            ) from None
+
+    def withdraw(self) -> None:
+        """Say goodbye for this record alone; announcements still to come would undo it."""
+        with contextlib.suppress(OSError, ZeroconfError, RuntimeError):
+            self._loop.call_soon_threadsafe(self._repeating.cancel)
             self._zeroconf.unregister_service(self._info)
-        self._zeroconf.close()
-        self._thread.join(timeout=5)
+
+
+class Browsing:
+    """Watches one service type on some zeroconfs and reports records that have our shape."""
+
+    def __init__(
+        self,
+        zeroconfs: Sequence[Zeroconf],
+        service_type: str,
+        *,
+        own: Sequence[LocalAddress],
+        on_seen: OnSeen,
+    ) -> None:
+        self._zeroconfs = zeroconfs
+        self._service_type = service_type
+        self._own = own
+        self._on_seen = on_seen
+        self._lock = threading.Lock()
+        self._pending: set[tuple[Zeroconf, str]] = set()
+        self._ended = threading.Event()
+        self._pool = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="mdns lookup")
+        self._browsers = [self._browser(zeroconf) for zeroconf in zeroconfs]
+
+    def close(self) -> None:
+        """Stop; what is being looked up ends first, within LOOKUP_TIMEOUT_MS."""
+        self._ended.set()
+        for browser in self._browsers:
+            browser.cancel()
+        self._pool.shutdown(cancel_futures=True)
+
+    def ask_again(self) -> None:
+        for browser in self._browsers:
+            browser.cancel()
+        self._browsers = [self._browser(zeroconf) for zeroconf in self._zeroconfs]
+
+    def _browser(self, zeroconf: Zeroconf) -> ServiceBrowser:
+        return ServiceBrowser(zeroconf, self._service_type, handlers=[self._on_state_change])
 
     def _on_state_change(
         self,
@@ -101,68 +236,127 @@ class Discovery:
         name: str,
         state_change: ServiceStateChange,
     ) -> None:
-        if state_change is ServiceStateChange.Removed or name.startswith(self._node_id):
+        is_gone = state_change is ServiceStateChange.Removed
+        if is_gone or self._ended.is_set() or id_in_name(name, service_type) is None:
             return
-        self._lookups.pop(name, None)
-        self._look_up_later(name)
+        info = ServiceInfo(service_type, name)
+        if info.load_from_cache(zeroconf):
+            self._report(info)
+            return
+        key = (zeroconf, name)
+        with self._lock:
+            if key in self._pending or len(self._pending) >= MAX_PENDING_NAMES:
+                return
+            self._pending.add(key)
+        self._pool.submit(self._look_up, zeroconf, name)
 
-    def _look_up_later(self, name: str) -> None:
+    def _look_up(self, zeroconf: Zeroconf, name: str) -> None:
+        """Ask for a record's details, with growing pauses; what comes late reports itself."""
         try:
-            self._names.put_nowait(name)
-        except queue.Full:
-            log.debug("too many mDNS names at once; '%s' is left out", name)
+            for pause_s in (*LOOKUP_PAUSES_S, 0.0):
+                info = self._asked(zeroconf, name)
+                if info is not None:
+                    self._report(info)
+                if info is not None or self._ended.wait(pause_s):
+                    return
+        finally:
+            with self._lock:
+                self._pending.discard((zeroconf, name))
 
-    def _resolve_all(self) -> None:
-        while not self._closing:
-            try:
-                name = self._names.get(timeout=CLOSE_CHECK_S)
-            except queue.Empty:
-                continue
-            try:
-                info = self._zeroconf.get_service_info(SERVICE_TYPE, name, RESOLVE_TIMEOUT_MS)
-            except (ZeroconfError, OSError, RuntimeError) as error:
-                log.debug("mDNS look-up of '%s' failed: %s", name, error)
-                info = None
-            if info is not None:
-                self._lookups.pop(name, None)
-                self._report(info)
-            elif (
-                self._lookups.get(name, 0) < MAX_LOOKUPS and len(self._lookups) < MAX_PENDING_NAMES
-            ):
-                self._lookups[name] = self._lookups.get(name, 0) + 1
-                self._look_up_later(name)
+    def _asked(self, zeroconf: Zeroconf, name: str) -> ServiceInfo | None:
+        try:
+            return zeroconf.get_service_info(self._service_type, name, LOOKUP_TIMEOUT_MS)
+        except (ZeroconfError, OSError, RuntimeError) as error:
+            log.debug("mDNS look-up of '%s' failed: %s", name, error)
+            return None
 
     def _report(self, info: ServiceInfo) -> None:
-        """Pass on what a record says, if it has the shape of ours; it is not to be trusted."""
-        properties = info.decoded_properties
-        node_id, cluster = properties.get("id"), properties.get("cluster")
-        if not node_id or len(node_id) != 32 or not info.port or cluster is None:
-            return
-        hosts = info.parsed_scoped_addresses()[:MAX_ADDRESSES]
-        dialable = [h for h in hosts if not _needs_zone(h)]
-        if dialable:
-            addresses = tuple(Address(host, info.port) for host in dialable)
-            self._on_seen(NodeId(node_id), cluster, addresses)
+        seen = read_info(info, own=self._own)
+        if seen is not None:
+            self._on_seen(seen)
 
 
-def _open(addresses: list[LocalAddress]) -> Zeroconf:
+def browse_pairing(
+    addresses: Sequence[LocalAddress],
+    *,
+    timeout_s: float,
+    stop: threading.Event | None = None,
+    poll_s: float = 0.2,
+) -> Iterator[Seen]:
+    """Yield open invitations as they are heard, each change once, until the time is up or `stop`.
+
+    `cluster` of each is the inviter's. Raises PeerError when mDNS works on none of the addresses.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    found: queue.Queue[Seen] = queue.Queue(MAX_QUEUED_CANDIDATES)
+    known: set[Seen] = set()
+
+    def take(seen: Seen) -> None:
+        with contextlib.suppress(queue.Full):
+            found.put_nowait(seen)
+
+    with contextlib.ExitStack() as undo:
+        ear = MulticastEar(addresses, own_id=PAIRING_SERVICE_TYPE)
+        undo.callback(ear.close)
+        zeroconfs = _open_all(ear)
+        undo.callback(_close_all, zeroconfs)
+        browsing = Browsing(zeroconfs, PAIRING_SERVICE_TYPE, own=addresses, on_seen=take)
+        undo.callback(browsing.close)
+        while time.monotonic() < deadline_s and not (stop is not None and stop.is_set()):
+            with contextlib.suppress(queue.Empty):
+                seen = found.get(timeout=poll_s)
+                if seen not in known and len(known) < MAX_SEEN:
+                    known.add(seen)
+                    yield seen
+
+
+def _open_all(ear: MulticastEar) -> list[Zeroconf]:
+    """Open one zeroconf per family; raises PeerError when none opens."""
     logging.getLogger("zeroconf").addFilter(_log_in_one_line)
-    return Zeroconf(interfaces=[a.host for a in addresses], ip_version=IPVersion.V4Only)
+    opened = []
+    for version, is_ipv4 in ((IPVersion.V4Only, True), (IPVersion.V6Only, False)):
+        senders = [a for a in ear.senders if a.is_ipv4 == is_ipv4]
+        if not senders:
+            continue
+        try:
+            opened.append(
+                Zeroconf(interfaces=_choices(senders), ip_version=version, use_asyncio=False)
+            )
+        except (OSError, ZeroconfError, RuntimeError) as error:
+            ear.left_out.update((sender_name(sender), str(error)) for sender in senders)
+    if not opened:
+        reasons = "; ".join(f"{where}: {why}" for where, why in ear.left_out.items())
+        raise PeerError(
+            f"mDNS does not work here ({reasons or 'no network that can carry it'}); "
+            f"name a device with --peer HOST:PORT"
+        )
+    return opened
+
+
+def _choices(senders: Sequence[LocalAddress]) -> list[str | int]:
+    """Name the interfaces as zeroconf wants it: by address, so that packets come from that one.
+
+    It drops zones, so where VLANs of one card share an address it needs the interface's number.
+    """
+    hosts = [without_zone(a.host) for a in senders]
+    return [
+        host if a.is_ipv4 or hosts.count(host) == 1 else a.index
+        for a, host in zip(senders, hosts, strict=True)
+    ]
+
+
+def _close_all(zeroconfs: Sequence[Zeroconf]) -> None:
+    """Say goodbye for all records, in all families at once: it takes a third of a second."""
+    with ThreadPoolExecutor(len(zeroconfs), thread_name_prefix="mdns close") as pool:
+        list(pool.map(_close, zeroconfs))
+
+
+def _close(zeroconf: Zeroconf) -> None:
+    with contextlib.suppress(OSError, ZeroconfError, RuntimeError):  # the network may be gone
+        zeroconf.close()
 
 
 def _log_in_one_line(record: logging.LogRecord) -> bool:
     """Take over what zeroconf logs, with tracebacks, when an interface goes away."""
     log.info("mDNS: %s", record.getMessage().partition("\n")[0])
     return False
-
-
-def _does_not_work(error: Exception) -> PeerError:
-    return PeerError(
-        f"mDNS does not work here ({type(error).__name__}: {error}); name a device with "
-        f"--peer HOST:PORT"
-    )
-
-
-def _needs_zone(host: str) -> bool:
-    parsed = ipaddress.ip_address(host.split("%")[0])
-    return parsed.version == 6 and parsed.is_link_local and "%" not in host

@@ -35,6 +35,7 @@ class Hardware:
     device: str
     chip: str
     memory_bytes: int
+    free_memory_bytes: int
     usable_memory_bytes: int
     dtypes: tuple[str, ...]
 
@@ -81,7 +82,7 @@ def detect(
             f"{device} has ({total / 1e9:.1f} GB); give a smaller --memory"
         )
     usable = memory_bytes if memory_bytes is not None else int(free * (1 - RESERVE_FRACTION))
-    return Hardware(backend, device, chip, total, usable, dtypes)
+    return Hardware(backend, device, chip, total, free, usable, dtypes)
 
 
 def _process_memory_bytes() -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""An agent's home directory: identity, cluster tag, the running agent's endpoint.
+"""An agent's home directory: its identity and cluster, and the running agent's endpoint.
 
 Owns the files under EXO_TRAIN_HOME and the lock that keeps two agents out of one home. Must not
-talk to the network.
+talk to the network, nor decide who is a member.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,18 @@ import filelock
 import platformdirs
 import psutil
 
-from exo_train.errors import ConfigError
-from exo_train.peer import NodeId, has_control_characters
+from exo_train.cluster.roster import Roster, RosterState
+from exo_train.errors import ConfigError, ProtocolError
+from exo_train.identity import Identity, check_identity, found_cluster, is_node_id
+from exo_train.peer import Address, NodeId, has_control_characters
 
 MAX_NAME_CHARS = 60
-MAX_STATE_FILE_BYTES = 64 * 1024
+# A full roster, as JSON, has about a megabyte.
+MAX_STATE_FILE_BYTES = 4 << 20
 MAX_REMEMBERED_PEERS = 32
+MAX_REMEMBERED_ADDRESSES = 16  # of each
 CLAIM_TIMEOUT_S = 10.0
-DEFAULT_CLUSTER = "home"
+_MEMBERSHIP_FILES = ("peers.json", "roster.json", "cluster.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,15 @@ class AgentEndpoint:
     local_port: int
     control_port: int
     token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RememberedPeer:
+    """A member met earlier: it has a name, and can be dialled, while it is away."""
+
+    node_id: NodeId
+    name: str
+    addresses: tuple[Address, ...]  # where it answered, latest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +70,103 @@ class Home:
     def runs(self) -> Path:
         return self.path / "runs"
 
-    @property
-    def cluster(self) -> str:
-        """The tag that keeps clusters on one network apart, until devices are paired."""
-        tag = os.environ.get("EXO_TRAIN_CLUSTER", DEFAULT_CLUSTER)
-        if not tag.isascii() or not tag.replace("-", "").isalnum() or len(tag) > 32:
-            raise ConfigError(
-                f"EXO_TRAIN_CLUSTER must be 1 to 32 letters, digits and dashes, got {tag!r}"
-            )
-        return tag
+    def identity(self) -> Identity | None:
+        """Give this device's identity; None when it belongs to no cluster.
 
-    def node_id(self) -> NodeId:
-        """Give this home's id, made at the first call."""
-        stored = self._read("node.json").get("node_id")
-        if isinstance(stored, str) and len(stored) == 32:
-            return NodeId(stored)
-        made = secrets.token_hex(16)
-        self._write("node.json", {"node_id": made, "incarnation": 0})
-        return NodeId(made)
+        Raises ConfigError when the file is damaged: a new identity in its place would be a
+        stranger to the other members, and nobody would know why.
+        """
+        path = self.path / "cluster.json"
+        if not path.exists() and not (self.path / "roster.json").exists():
+            return None
+        stored = self._read("cluster.json")
+        try:
+            identity = Identity(
+                node_id=NodeId(str(stored["node_id"])),
+                cluster=str(stored["cluster"]),
+                key_pem=str(stored["key"]).encode("ascii"),
+                certificate=bytes.fromhex(stored["certificate"]),
+                authority_certificate=bytes.fromhex(stored["authority_certificate"]),
+                authority_key=bytes.fromhex(stored["authority_key"]),
+            )
+            check_identity(identity)
+        except (KeyError, TypeError, ValueError):
+            raise _damaged(path, "it cannot be read") from None
+        except ProtocolError as error:
+            raise _damaged(path, str(error)) from None
+        return identity
+
+    def paired_identity(self) -> Identity:
+        """Give this device's identity; raises ConfigError when it belongs to no cluster."""
+        identity = self.identity()
+        if identity is None:
+            raise ConfigError(
+                "this device belongs to no cluster; run `exo-train join`, or `exo-train join "
+                "--code CODE` with a code of another device"
+            )
+        return identity
+
+    def found(self) -> Identity:
+        """Give this device's identity; makes a cluster, and this its first member, at need."""
+        with self._lock():
+            identity = self.identity()
+            if identity is None:
+                identity = found_cluster()
+                self.store_membership(identity, Roster.of(identity).state())
+            return identity
+
+    def store_membership(self, identity: Identity, state: RosterState) -> None:
+        """Write down which cluster this device belongs to, and who else does."""
+        # The identity last: without a roster it could trust nobody, and would not say why.
+        self.save_roster(Roster.of(identity, state))
+        self._write(
+            "cluster.json",
+            {
+                "node_id": identity.node_id,
+                "cluster": identity.cluster,
+                "key": identity.key_pem.decode("ascii"),
+                "certificate": identity.certificate.hex(),
+                "authority_certificate": identity.authority_certificate.hex(),
+                "authority_key": identity.authority_key.hex(),
+            },
+        )
+
+    def roster(self, identity: Identity) -> Roster:
+        """Give the roster as saved last.
+
+        Raises ConfigError when it is damaged: the removals in it would be forgotten.
+        """
+        path = self.path / "roster.json"
+        stored = self._read("roster.json")
+        if stored.get("cluster") != identity.cluster:
+            raise _damaged(path, f"it is not of cluster {identity.cluster}")
+        try:
+            return Roster.of(identity, RosterState.from_json(stored))
+        except ProtocolError as error:
+            raise _damaged(path, str(error)) from None
+
+    def save_roster(self, roster: Roster) -> None:
+        self._write("roster.json", {"cluster": roster.cluster, **roster.state().to_json()})
+
+    def has_membership_files(self) -> bool:
+        """Tell whether there is anything to forget, damaged or not."""
+        return any((self.path / name).exists() for name in _MEMBERSHIP_FILES)
+
+    def forget_membership(self) -> None:
+        """Delete keys, roster and remembered peers; the count of starts stays.
+
+        A removal is for ever, so whoever comes back comes with a new key.
+        """
+        for name in _MEMBERSHIP_FILES:
+            self._delete(name)
+            for unfinished in self.path.glob(f".{name}.*"):  # a power cut left it, maybe with a key
+                self._delete(unfinished.name)
 
     def next_incarnation(self) -> int:
-        """Count a start of the agent; survives restarts."""
-        node_id = self.node_id()
+        """Count a start of the agent; survives restarts and changes of cluster."""
         stored = self._read("node.json").get("incarnation")
-        incarnation = stored + 1 if isinstance(stored, int) else 1
-        self._write("node.json", {"node_id": node_id, "incarnation": incarnation})
+        incarnation = stored + 1 if type(stored) is int and stored >= 0 else 1
+        self._write("node.json", {"incarnation": incarnation})
         return incarnation
 
     def agent(self) -> AgentEndpoint | None:
@@ -131,17 +216,27 @@ class Home:
         with contextlib.suppress(FileNotFoundError):
             (self.path / "agent.json").unlink()
 
-    def remembered_peers(self) -> list[str]:
-        """Give HOST:PORT of peers met earlier, newest first."""
-        peers = self._read("peers.json").get("peers", [])
-        known = [p for p in peers if isinstance(p, str)] if isinstance(peers, list) else []
-        return known[:MAX_REMEMBERED_PEERS]
+    def remembered_peers(self) -> tuple[RememberedPeer, ...]:
+        """Give the members met earlier, newest first; damaged entries are left out."""
+        stored = self._read("peers.json").get("peers")
+        entries = stored if isinstance(stored, list) else []
+        peers = [peer for entry in entries if (peer := _read_peer(entry)) is not None]
+        return _newest_of_each(peers)
 
-    def remember_peers(self, peers: list[str]) -> None:
+    def remember_peers(self, peers: Sequence[RememberedPeer]) -> None:
         """Put `peers` before those met earlier; whoever is away today may be back tomorrow."""
-        known = list(dict.fromkeys([*peers, *self.remembered_peers()]))[:MAX_REMEMBERED_PEERS]
-        if known != self.remembered_peers():
-            self._write("peers.json", {"peers": known})
+        before = self.remembered_peers()
+        after = _newest_of_each([*(_cleaned(peer) for peer in peers), *before])
+        if after != before:
+            entries = [
+                {
+                    "node_id": peer.node_id,
+                    "name": peer.name,
+                    "addresses": [str(address) for address in peer.addresses],
+                }
+                for peer in after
+            ]
+            self._write("peers.json", {"peers": entries})
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
@@ -169,10 +264,16 @@ class Home:
             return {}  # torn by a crash: made anew
         return content if isinstance(content, dict) else {}
 
+    def _delete(self, name: str) -> None:
+        try:
+            (self.path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise _cannot_write(self.path / name, error) from None
+
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            temporary = self.path / f".{name}.{os.getpid()}"
+            temporary = self.path / f".{name}.{os.getpid()}.{threading.get_ident()}"
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 json.dump(content, file)
@@ -201,6 +302,48 @@ def clean_name(name: str) -> str:
     if not name:
         raise ConfigError("the name is empty; choose one with --name")
     return name[:MAX_NAME_CHARS].strip()
+
+
+def _cleaned(peer: RememberedPeer) -> RememberedPeer:
+    """Keep of what another device says of itself only what may be shown and is bounded."""
+    try:
+        name = clean_name(peer.name)
+    except ConfigError:
+        name = peer.node_id[:8]
+    addresses = tuple(dict.fromkeys(peer.addresses))[:MAX_REMEMBERED_ADDRESSES]
+    return RememberedPeer(node_id=peer.node_id, name=name, addresses=addresses)
+
+
+def _read_peer(entry: object) -> RememberedPeer | None:
+    if not isinstance(entry, dict):
+        return None
+    try:
+        return _cleaned(
+            RememberedPeer(
+                node_id=NodeId(str(entry["node_id"])),
+                name=str(entry["name"]),
+                addresses=tuple(Address.parse(text) for text in entry["addresses"]),
+            )
+        )
+    except (KeyError, TypeError, AttributeError, ConfigError):
+        return None
+
+
+def _newest_of_each(peers: Sequence[RememberedPeer]) -> tuple[RememberedPeer, ...]:
+    """Keep the first entry of each id, and no more than fit."""
+    newest: dict[NodeId, RememberedPeer] = {}
+    for peer in peers:
+        if is_node_id(peer.node_id):
+            newest.setdefault(peer.node_id, peer)
+    return tuple(newest.values())[:MAX_REMEMBERED_PEERS]
+
+
+def _damaged(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is damaged ({reason}), so this device does not know whom to trust; restore the "
+        f"file from a backup, or run `exo-train leave` and pair this device anew with "
+        f"`exo-train join --code CODE`"
+    )
 
 
 def _cannot_write(path: Path, error: OSError) -> ConfigError:

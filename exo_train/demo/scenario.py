@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import tempfile
 import time
 from collections.abc import Iterator
@@ -92,13 +91,16 @@ def _agents(screen: RunScreen) -> Iterator[LocalAgents]:
     # Three workers share this machine's cores; more threads than cores slow all of them.
     threads = max(1, (os.cpu_count() or 2) // 2)
     with tempfile.TemporaryDirectory(prefix="exo-train-demo-", ignore_cleanup_errors=True) as root:
-        agents = LocalAgents(Path(root), cluster=f"demo-{secrets.token_hex(4)}")
+        agents = LocalAgents(Path(root))
         with agents:
+            started_s = time.monotonic()
             for name, backend, memory in DEVICES:
                 chosen = backend if backend in backends else backends[0]
                 agents.start(name, backend=chosen, memory=memory, threads=threads)
-            waited_s = agents.wait_met()
-            screen.note(f"{len(DEVICES)} agents found each other by mDNS in {waited_s:.1f} s")
+                agents.wait_listening(name)  # a code is for one device, and then used up
+            agents.wait_met()
+            waited_s = time.monotonic() - started_s
+            screen.note(f"{len(DEVICES)} agents were paired and met in {waited_s:.1f} s")
             yield agents
 
 

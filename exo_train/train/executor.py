@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from exo_train.backends.base import MicrobatchInput, Stage
 from exo_train.plan.schedule import build_schedule
@@ -21,6 +21,11 @@ from exo_train.wire.tensor import HostTensor
 EVALUATION_MICROBATCH_BASE = 1 << 20
 
 Result = TypeVar("Result")
+
+
+class OnPhase(Protocol):
+    def __call__(self, phase: str, limit_s: float = 0.0) -> None:
+        """Take in what a rank does now, and how long that may last (0: no limit of its own)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +51,7 @@ class StageExecutor:
     below: Link | None
     above: Link | None
     capture: bool = False
-    on_phase: Callable[[str], None] = lambda phase: None
+    on_phase: OnPhase = lambda phase, limit_s=0.0: None
     boundaries: dict[str, HostTensor] = field(default_factory=dict)
     _busy_s: float = 0.0
 
@@ -107,9 +112,8 @@ class StageExecutor:
         tag = Tag(step, index)
         gradient = None
         if self.above is not None:
-            self.on_phase(
-                f"step {step}: waiting for gradient {index} from {self.above.identity.peer_name}"
-            )
+            source = f"gradient {index} from {self.above.identity.peer_name}"
+            self.on_phase(f"step {step}: waiting for {source}", self.timeout_s)
             gradient = self.above.wait_recv(tag, timeout_s=self.timeout_s)
             self.on_phase(f"step {step}: computing")
         result = self._timed(self.stage.backward, index, gradient)
@@ -121,7 +125,7 @@ class StageExecutor:
         if self.below is None:
             return microbatch
         source = f"activation {microbatch.index} from {self.below.identity.peer_name}"
-        self.on_phase(f"step {tag.step}: waiting for {source}")
+        self.on_phase(f"step {tag.step}: waiting for {source}", self.timeout_s)
         hidden_BTD = self.below.wait_recv(tag, timeout_s=self.timeout_s)
         self.on_phase(f"step {tag.step}: computing")
         return replace(microbatch, hidden_BTD=hidden_BTD)

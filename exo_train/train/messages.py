@@ -16,6 +16,7 @@ from exo_train.errors import ExoTrainError, ProtocolError, error_class
 from exo_train.peer import Address
 from exo_train.train.batches import Microbatch
 from exo_train.wire.pb import control_pb2 as pb
+from exo_train.wire.pb import pairing_pb2
 
 MAX_ARRAY_DIMS = 4
 MAX_STATE_ARRAYS = 200_000
@@ -23,11 +24,11 @@ STATE_PIECE_BYTES = 4 << 20  # far below what a gRPC message may carry
 _STATE_DTYPES: dict[str, np.dtype[Any]] = {"<f4": np.dtype("<f4"), "<i8": np.dtype("<i8")}
 
 
-def to_endpoints(addresses: Sequence[Address]) -> list[pb.Endpoint]:
-    return [pb.Endpoint(host=a.host, port=a.port) for a in addresses]
+def to_endpoints(addresses: Sequence[Address]) -> list[pairing_pb2.Endpoint]:
+    return [pairing_pb2.Endpoint(host=a.host, port=a.port) for a in addresses]
 
 
-def from_endpoints(endpoints: Sequence[pb.Endpoint]) -> tuple[Address, ...]:
+def from_endpoints(endpoints: Sequence[pairing_pb2.Endpoint]) -> tuple[Address, ...]:
     for endpoint in endpoints:
         if not 0 < endpoint.port < 65536:
             raise ProtocolError(f"port {endpoint.port} of {endpoint.host} is out of range")

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from exo_train.backends.base import Arrays
 from exo_train.errors import ExoTrainError, InterruptedRunError, PeerLostError, ProtocolError
 from exo_train.models.manifest import ModelManifest
-from exo_train.peer import Address
+from exo_train.peer import Address, NodeId
 from exo_train.plan.plan import Plan, RankPlan
 from exo_train.train.batches import Microbatch
 from exo_train.train.messages import (
@@ -67,6 +67,7 @@ class WeightsAccess:
     endpoints: tuple[Address, ...]
     token: str
     coordinator_name: str
+    coordinator_id: NodeId
 
 
 @dataclass(slots=True)
@@ -88,8 +89,10 @@ class Ring:
         channels: Sequence[RankChannel],
         *,
         wants_stop: Callable[[], bool] = lambda: False,
+        best_host: Callable[[NodeId, NodeId], str] = lambda dialler, target: "",
     ) -> None:
         self.plan = plan
+        self._best_host = best_host
         self._wants_stop = wants_stop
         self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         now_s = self._looked_s = self._waiting_since_s = time.monotonic()
@@ -120,6 +123,9 @@ class Ring:
         )
         for index, rank in enumerate(self._ranks):
             addresses = from_endpoints(answers[index].prepared.data_endpoints)
+            if index:  # the rank below dials: its best link to this one goes first
+                best = self._best_host(self.plan.ranks[index - 1].node_id, rank.plan.node_id)
+                addresses = tuple(sorted(addresses, key=lambda a: a.host != best))
             rank.plan = replace(rank.plan, addresses=addresses)
         self.plan = replace(self.plan, ranks=tuple(rank.plan for rank in self._ranks))
         self.plan.validate()
@@ -151,6 +157,7 @@ class Ring:
                     weights_endpoints=to_endpoints(access.endpoints),
                     token=access.token,
                     coordinator_name=access.coordinator_name,
+                    coordinator_id=access.coordinator_id,
                     step_timeout_s=step_timeout_s,
                     committed_step=committed_step,
                     capture_boundaries=capture_boundaries,

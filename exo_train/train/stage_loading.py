@@ -51,4 +51,5 @@ def link_identity(plan: Plan, rank: int, peer_rank: int, token: str) -> LinkIden
         peer_rank=peer_rank,
         peer_name=plan.ranks[peer_rank].name,
         token=token,
+        peer_id=plan.ranks[peer_rank].node_id,
     )

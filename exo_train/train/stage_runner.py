@@ -14,9 +14,9 @@ from exo_train.backends.base import Arrays, MicrobatchInput, Stage
 from exo_train.errors import ExoTrainError, ProtocolError
 from exo_train.models.manifest import ModelManifest
 from exo_train.models.tensors import TensorSource
-from exo_train.peer import Address
+from exo_train.peer import Address, NodeId
 from exo_train.plan.plan import Plan
-from exo_train.train.executor import StageExecutor, StepOutcome
+from exo_train.train.executor import OnPhase, StageExecutor, StepOutcome
 from exo_train.train.messages import (
     StateAssembler,
     from_endpoints,
@@ -43,9 +43,15 @@ class Surroundings(Protocol):
         ...
 
     def tensors(
-        self, manifest: ModelManifest, addresses: tuple[Address, ...], *, token: str, peer: str
+        self,
+        manifest: ModelManifest,
+        addresses: tuple[Address, ...],
+        *,
+        token: str,
+        peer: str,
+        peer_id: NodeId,
     ) -> TensorSource:
-        """Give the stage's tensors from this device's disk or from `peer`."""
+        """Give the stage's tensors from this device's disk or from the device `peer`."""
         ...
 
     def load_stage(
@@ -67,7 +73,7 @@ class StageRunner:
         surroundings: Surroundings,
         *,
         send: Callable[[pb.RunMessage], None],
-        on_phase: Callable[[str], None] = lambda phase: None,
+        on_phase: OnPhase = lambda phase, limit_s=0.0: None,
     ) -> None:
         self._surroundings = surroundings
         self._send_message = send
@@ -149,6 +155,7 @@ class StageRunner:
             from_endpoints(load.weights_endpoints),
             token=load.token,
             peer=load.coordinator_name,
+            peer_id=NodeId(load.coordinator_id),
         )
         stage = self._surroundings.load_stage(plan, self._rank, manifest, source)
         self._vocab_size = manifest.spec.vocab_size

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from exo_train.errors import ExoTrainError, ProtocolError
+from exo_train.peer import NodeId
 from exo_train.wire.codec import CHUNK_BYTES, Kind, StreamId, Tag
 from exo_train.wire.tensor import HostTensor
 
@@ -19,6 +20,7 @@ MAX_TENSOR_BYTES = 4 << 30
 # than twice their sum cannot block itself by sending both ways at once.
 OUTBOX_TENSORS = 4
 MAILBOX_TENSORS = 8
+NO_ONE = NodeId("")
 SEND_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 2.0
 
@@ -35,6 +37,7 @@ class LinkIdentity:
     peer_rank: int
     peer_name: str
     token: str = field(repr=False)
+    peer_id: NodeId = NO_ONE  # that the peer's certificate must prove, where there is TLS
 
     def __post_init__(self) -> None:
         if abs(self.rank - self.peer_rank) != 1:

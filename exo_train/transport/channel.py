@@ -7,9 +7,11 @@ of ports. Must not know what is sent over them.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import psutil
@@ -35,6 +37,8 @@ MAX_STREAMS_PER_CONNECTION = 64
 HTTP2_FRAME_BYTES = 1 << 20
 LOOKAHEAD_BYTES = 8 << 20
 WRITE_BUFFER_BYTES = 2 << 20
+
+log = logging.getLogger(__name__)
 
 Options = list[tuple[str, int | str]]
 
@@ -88,12 +92,14 @@ def new_server(
     max_workers: int,
     max_rpcs: int | None = None,
     handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]] = (),
+    interceptors: Sequence[Any] = (),
     name: str = "grpc",
 ) -> grpc.Server:
     """Make a server with its own thread pool; calls above `max_rpcs` are refused at once."""
     return grpc.server(
         ThreadPoolExecutor(max_workers=max_workers, thread_name_prefix=name),
         handlers=list(handlers),
+        interceptors=list(interceptors),
         options=list(GRPC_OPTIONS),
         maximum_concurrent_rpcs=max_rpcs,
     )
@@ -121,6 +127,23 @@ def bind(
         bound = 0
     if bound == 0:
         raise PeerError(_bind_sentence(address))
+    return bound
+
+
+def bind_all(
+    server: grpc.Server,
+    hosts: Sequence[str],
+    port: int = 0,
+    *,
+    credentials: grpc.ServerCredentials | None = None,
+) -> int:
+    """Bind one port on several hosts and give it; the first must work, others are logged."""
+    bound = bind(server, hosts[0], port, credentials=credentials)
+    for host in hosts[1:]:
+        try:
+            bind(server, host, bound, credentials=credentials)
+        except PeerError as error:
+            log.warning("not listening on %s: %s", host, error)
     return bound
 
 

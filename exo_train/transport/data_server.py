@@ -13,13 +13,14 @@ from types import TracebackType
 
 import grpc
 
-from exo_train.errors import PeerLostError, ProtocolError
+from exo_train.errors import PeerError, PeerLostError, ProtocolError
 from exo_train.peer import Address
 from exo_train.transport.base import CLOSE_TIMEOUT_S, LinkIdentity, LinkLimits
-from exo_train.transport.channel import bind, new_server
+from exo_train.transport.channel import bind_all, new_server
 from exo_train.transport.grpc_link import EXCHANGE_METHOD, GrpcLink
 from exo_train.transport.hello import check_hello, encode_hello
 from exo_train.transport.mailbox import WAIT_SLICE_S
+from exo_train.transport.tls import caller_id
 
 # The neighbour needs one; the rest let a retry in while a broken or silent stream is cleared away.
 MAX_OPEN_STREAMS = 4
@@ -45,14 +46,15 @@ class DataServer:
             handlers=[grpc.method_handlers_generic_handler(service, {method: handler})],
             name="data-server",
         )
+        self._is_secure = credentials is not None
         self._expected: tuple[LinkIdentity, LinkLimits] | None = None
         self._link: GrpcLink | None = None
         self._handed_out = False
         self._last_refusal = ""
         self._changed = threading.Condition()
-        self.addresses = tuple(
-            Address(host, bind(self._server, host, credentials=credentials)) for host in hosts
-        )
+        port = bind_all(self._server, hosts, credentials=credentials)
+        self.port = port
+        self.addresses = tuple(Address(host, port) for host in hosts)
         self._server.start()
 
     def __enter__(self) -> DataServer:
@@ -115,8 +117,9 @@ class DataServer:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "the run is not ready here yet")
             identity, limits = self._expected
             try:
+                self._check_caller(identity, context)
                 check_hello(first, identity, limits, with_token=True)
-            except ProtocolError as error:
+            except PeerError as error:
                 self._last_refusal = str(error)
                 context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
             if self._link is not None and (self._handed_out or self._link.failure is None):
@@ -133,6 +136,11 @@ class DataServer:
             self._link = link
             self._changed.notify_all()
             return link, encode_hello(identity, limits, with_token=False)
+
+    def _check_caller(self, identity: LinkIdentity, context: grpc.ServicerContext) -> None:
+        """Refuse a member that is not the neighbour, whatever its hello says."""
+        if self._is_secure and caller_id(context) != identity.peer_id:
+            raise ProtocolError("the caller's certificate is not the ring neighbour's")
 
     def _deadline_sentence(self, identity: LinkIdentity, waited_s: float) -> str:
         where = ", ".join(map(str, self.addresses))

@@ -19,8 +19,9 @@ from exo_train.errors import ExoTrainError, ModelError
 from exo_train.models.tensors import TensorSource
 from exo_train.peer import Address
 from exo_train.transport.base import CLOSE_TIMEOUT_S
-from exo_train.transport.channel import bind, new_server
+from exo_train.transport.channel import bind_all, new_server
 from exo_train.transport.grpc_link import MAX_DETAILS_CHARS
+from exo_train.transport.tls import Gate
 from exo_train.wire.codec import encode_weight
 from exo_train.wire.pb import data_pb2
 
@@ -44,7 +45,11 @@ class WeightServer:
     """
 
     def __init__(
-        self, hosts: Sequence[str], *, credentials: grpc.ServerCredentials | None = None
+        self,
+        hosts: Sequence[str],
+        *,
+        credentials: grpc.ServerCredentials | None = None,
+        gate: Gate | None = None,
     ) -> None:
         handler = grpc.unary_stream_rpc_method_handler(self._fetch)
         service, method = FETCH_METHOD.strip("/").split("/")
@@ -52,13 +57,13 @@ class WeightServer:
             max_workers=MAX_FETCHES,
             max_rpcs=MAX_FETCHES,
             handlers=[grpc.method_handlers_generic_handler(service, {method: handler})],
+            interceptors=[gate] if gate else [],
             name="weight-server",
         )
         self._models: dict[str, _Model] = {}
         self._lock = threading.Lock()
-        self.addresses = tuple(
-            Address(host, bind(self._server, host, credentials=credentials)) for host in hosts
-        )
+        port = bind_all(self._server, hosts, credentials=credentials)
+        self.addresses = tuple(Address(host, port) for host in hosts)
         self._server.start()
 
     def __enter__(self) -> WeightServer:

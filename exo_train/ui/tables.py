@@ -4,28 +4,67 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 BAR_CELLS = 24
 
 
-def status_table(status: dict[str, Any]) -> Table:
-    """Draw `status --json`'s members, oneself marked."""
-    table = Table(title=f"cluster {status['cluster']}, view {status['view_hash']}")
-    for heading in ("device", "state", "for", "backend", "chip", "usable memory", "addresses"):
+def status_screen(status: dict[str, Any]) -> RenderableType:
+    """Draw `status --json`: members, the links between them, the run, and what needs a word."""
+    parts: list[RenderableType] = [_members_table(status)]
+    parts += [Text(link["line"]) for link in status["links"]]
+    parts += [Text(line) for line in (*_run_lines(status["run"]), *_notes(status))]
+    return Group(*parts)
+
+
+def _members_table(status: dict[str, Any]) -> Table:
+    table = Table(title=f"cluster {status['cluster'][:8]}, view {status['view_hash']}")
+    for heading in ("device", "state", "for", "backend", "chip", "usable memory", "address"):
         table.add_column(heading, overflow="fold")
     for member in status["members"]:
         own = " (this one)" if member["id"] == status["self"] else ""
+        usable, free, all_ = (
+            member[f"{kind}memory_bytes"] / 1e9 for kind in ("usable_", "free_", "")
+        )
         table.add_row(
             f"{member['name']}{own}\n{member['id'][:8]}",
-            member["state"],
+            "alive, slow" if member["slow"] else member["state"],
             _age(member["since_s"]),
             f"{member['backend']}/{member['device']}",
             member["chip"],
-            f"{member['usable_memory_bytes'] / 1e9:.1f} of {member['memory_bytes'] / 1e9:.1f} GB",
-            "\n".join(member["addresses"]),
+            f"{usable:.1f} GB\n({free:.1f} of {all_:.1f} free)",
+            member["addresses"][0] if member["addresses"] else "",
         )
     return table
+
+
+def _run_lines(run: dict[str, Any] | None) -> list[str]:
+    if run is None:
+        return []
+    lines = [f"run {run['id']}:"]
+    for rank in run["ranks"]:
+        left = rank["phase_left_s"]
+        until = "" if left is None else f", for {left:.0f} s at most"
+        since = f" (since {_age(rank['phase_age_s'])}{until})"
+        lines.append(f"  {rank['name']} (rank {rank['rank']}): {rank['phase']}{since}")
+    return lines
+
+
+def _notes(status: dict[str, Any]) -> list[str]:
+    lines = []
+    for member in status["members"]:
+        if member["waiting"]:
+            lines.append(f"{member['name']}: {member['waiting']}")
+        if member["unreachable"]:
+            lines.append(
+                f"{member['name']}: others cannot connect to it, so it gets no place in a ring; "
+                f"run `exo-train doctor` there"
+            )
+    if status["other_clusters"]:
+        lines.append(f"{status['other_clusters']} other cluster(s) seen on this network")
+    return lines
 
 
 def verify_table(report: dict[str, Any]) -> Table:

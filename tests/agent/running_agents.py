@@ -22,6 +22,7 @@ from exo_train.agent.local_client import LocalClient
 from exo_train.backends.registry import available_backends
 from exo_train.cluster.home import Home
 from exo_train.errors import PeerError
+from tests.paired_homes import ensure_member
 
 START_TIMEOUT_S = 60.0
 MEET_TIMEOUT_S = 20.0
@@ -46,6 +47,7 @@ class RunningAgent:
     options: Sequence[str]
     prefix: Sequence[str] = ()
     is_named_by_host: bool = False
+    is_paired: bool = True  # with those of the same cluster label, before it starts
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property
@@ -54,7 +56,7 @@ class RunningAgent:
 
     @property
     def id(self) -> str:
-        return self.home.node_id()
+        return self.home.paired_identity().node_id
 
     @property
     def incarnation(self) -> int:
@@ -75,6 +77,8 @@ class RunningAgent:
         self.wait_started()
 
     def launch(self) -> None:
+        if self.is_paired:
+            ensure_member(self.home, root=self.root, cluster=self.cluster)
         name = [] if self.is_named_by_host else ["--name", self.name]
         with (self.root / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -93,8 +97,11 @@ class RunningAgent:
         return [*self.prefix, sys.executable, "-m", "exo_train", *arguments, *backend]
 
     def environment(self) -> dict[str, str]:
-        own = {"EXO_TRAIN_HOME": str(self.home.path), "EXO_TRAIN_CLUSTER": self.cluster}
-        return {**os.environ, **own, "PYTHONUNBUFFERED": "1"}
+        return {
+            **os.environ,
+            "EXO_TRAIN_HOME": str(self.home.path),
+            "PYTHONUNBUFFERED": "1",
+        }
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command as the user of this device would."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from exo_train.cluster.membership import DEAD_AFTER_S, view_hash
+from exo_train.cluster.member import DEAD_AFTER_S, view_hash
 from exo_train.peer import NodeId
 from tests.agent.running_agents import RunningAgent, loopback_interface, wait_met, wait_until
 

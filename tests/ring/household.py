@@ -5,10 +5,8 @@ Owns what tests need beyond the product's own `LocalAgents`. All traffic stays o
 
 from __future__ import annotations
 
-import secrets
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 
@@ -19,18 +17,14 @@ from exo_train.cluster.home import Home
 class Household(LocalAgents):
     """Agents by name; each one meets the others through their addresses."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root, cluster=f"test-{secrets.token_hex(4)}")
-
     def add(self, name: str, backend: str, *, fault: str = "", memory: str = "4GB") -> Home:
-        options = ["--interface", "lo"]
-        for other in self.homes.values():
-            endpoint = other.agent()
-            if endpoint is not None:
-                options += ["--peer", f"127.0.0.1:{endpoint.control_port}"]
         variables = {"EXO_TRAIN_TEST_FAULT": fault}
         home = self.start(
-            name, backend=backend, memory=memory, options=options, variables=variables
+            name,
+            backend=backend,
+            memory=memory,
+            options=["--interface", "lo"],
+            variables=variables,
         )
         self.wait_listening(name)
         return home

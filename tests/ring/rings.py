@@ -86,7 +86,11 @@ def open_local_ring(
         LocalRank(network, model, fault=(faults or {}).get(rank.rank, "")) for rank in plan.ranks
     ]
     access = WeightsAccess(
-        manifest=manifest_of(model), endpoints=(), token="secret", coordinator_name="device0"
+        manifest=manifest_of(model),
+        endpoints=(),
+        token="secret",
+        coordinator_name="device0",
+        coordinator_id=plan.ranks[0].node_id,
     )
     return Ring(plan, channels), access
 

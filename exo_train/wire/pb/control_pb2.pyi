@@ -1,3 +1,4 @@
+from exo_train.wire.pb import pairing_pb2 as _pairing_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -7,6 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class DialOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DIAL_OUTCOME_UNSPECIFIED: _ClassVar[DialOutcome]
+    CONNECTED: _ClassVar[DialOutcome]
+    REFUSED: _ClassVar[DialOutcome]
+    TIMED_OUT: _ClassVar[DialOutcome]
+    UNREACHABLE: _ClassVar[DialOutcome]
+
 class StateKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     STATE_KIND_UNSPECIFIED: _ClassVar[StateKind]
@@ -14,22 +23,19 @@ class StateKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OPTIMIZER: _ClassVar[StateKind]
     GRADIENTS: _ClassVar[StateKind]
     BOUNDARIES: _ClassVar[StateKind]
+DIAL_OUTCOME_UNSPECIFIED: DialOutcome
+CONNECTED: DialOutcome
+REFUSED: DialOutcome
+TIMED_OUT: DialOutcome
+UNREACHABLE: DialOutcome
 STATE_KIND_UNSPECIFIED: StateKind
 ADAPTER: StateKind
 OPTIMIZER: StateKind
 GRADIENTS: StateKind
 BOUNDARIES: StateKind
 
-class Endpoint(_message.Message):
-    __slots__ = ("host", "port")
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    PORT_FIELD_NUMBER: _ClassVar[int]
-    host: str
-    port: int
-    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ...) -> None: ...
-
 class NodeFacts(_message.Message):
-    __slots__ = ("node_id", "name", "backend", "device", "chip", "memory_bytes", "usable_memory_bytes", "dtypes", "version", "incarnation", "endpoints")
+    __slots__ = ("node_id", "name", "backend", "device", "chip", "memory_bytes", "usable_memory_bytes", "dtypes", "version", "incarnation", "endpoints", "free_memory_bytes", "instance", "run", "unreachable", "links")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +47,11 @@ class NodeFacts(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    FREE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     name: str
     backend: str
@@ -51,46 +62,113 @@ class NodeFacts(_message.Message):
     dtypes: _containers.RepeatedScalarFieldContainer[str]
     version: str
     incarnation: int
-    endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
-    def __init__(self, node_id: _Optional[str] = ..., name: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., chip: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., usable_memory_bytes: _Optional[int] = ..., dtypes: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., incarnation: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
+    endpoints: _containers.RepeatedCompositeFieldContainer[_pairing_pb2.Endpoint]
+    free_memory_bytes: int
+    instance: str
+    run: RunFacts
+    unreachable: bool
+    links: _containers.RepeatedCompositeFieldContainer[LinkFacts]
+    def __init__(self, node_id: _Optional[str] = ..., name: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., chip: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., usable_memory_bytes: _Optional[int] = ..., dtypes: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., incarnation: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[_pairing_pb2.Endpoint, _Mapping]]] = ..., free_memory_bytes: _Optional[int] = ..., instance: _Optional[str] = ..., run: _Optional[_Union[RunFacts, _Mapping]] = ..., unreachable: bool = ..., links: _Optional[_Iterable[_Union[LinkFacts, _Mapping]]] = ...) -> None: ...
+
+class RunFacts(_message.Message):
+    __slots__ = ("run_id", "generation", "rank", "phase", "phase_age_s", "phase_limit_s")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PHASE_LIMIT_S_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    generation: int
+    rank: int
+    phase: str
+    phase_age_s: float
+    phase_limit_s: float
+    def __init__(self, run_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., phase: _Optional[str] = ..., phase_age_s: _Optional[float] = ..., phase_limit_s: _Optional[float] = ...) -> None: ...
+
+class LinkFacts(_message.Message):
+    __slots__ = ("peer_id", "local_host", "remote_host", "interface", "kind", "rtt_s", "jitter_s", "to_peer_bytes_per_s", "from_peer_bytes_per_s", "trouble")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_HOST_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_HOST_FIELD_NUMBER: _ClassVar[int]
+    INTERFACE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    RTT_S_FIELD_NUMBER: _ClassVar[int]
+    JITTER_S_FIELD_NUMBER: _ClassVar[int]
+    TO_PEER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    FROM_PEER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    local_host: str
+    remote_host: str
+    interface: str
+    kind: str
+    rtt_s: float
+    jitter_s: float
+    to_peer_bytes_per_s: float
+    from_peer_bytes_per_s: float
+    trouble: str
+    def __init__(self, peer_id: _Optional[str] = ..., local_host: _Optional[str] = ..., remote_host: _Optional[str] = ..., interface: _Optional[str] = ..., kind: _Optional[str] = ..., rtt_s: _Optional[float] = ..., jitter_s: _Optional[float] = ..., to_peer_bytes_per_s: _Optional[float] = ..., from_peer_bytes_per_s: _Optional[float] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol", "cluster", "sender", "expected_node_id")
+    __slots__ = ("protocol", "cluster", "sender", "expected_node_id", "roster_digest", "clock_s")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_S_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     cluster: str
     sender: NodeFacts
     expected_node_id: str
-    def __init__(self, protocol: _Optional[int] = ..., cluster: _Optional[str] = ..., sender: _Optional[_Union[NodeFacts, _Mapping]] = ..., expected_node_id: _Optional[str] = ...) -> None: ...
+    roster_digest: bytes
+    clock_s: float
+    def __init__(self, protocol: _Optional[int] = ..., cluster: _Optional[str] = ..., sender: _Optional[_Union[NodeFacts, _Mapping]] = ..., expected_node_id: _Optional[str] = ..., roster_digest: _Optional[bytes] = ..., clock_s: _Optional[float] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "cluster", "self", "known", "refusal")
+    __slots__ = ("protocol", "cluster", "self", "known", "refusal", "roster_digest", "clock_s")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     SELF_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_S_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     cluster: str
     self: NodeFacts
     known: _containers.RepeatedCompositeFieldContainer[NodeFacts]
     refusal: str
-    def __init__(self_, protocol: _Optional[int] = ..., cluster: _Optional[str] = ..., self: _Optional[_Union[NodeFacts, _Mapping]] = ..., known: _Optional[_Iterable[_Union[NodeFacts, _Mapping]]] = ..., refusal: _Optional[str] = ...) -> None: ...
+    roster_digest: bytes
+    clock_s: float
+    def __init__(self_, protocol: _Optional[int] = ..., cluster: _Optional[str] = ..., self: _Optional[_Union[NodeFacts, _Mapping]] = ..., known: _Optional[_Iterable[_Union[NodeFacts, _Mapping]]] = ..., refusal: _Optional[str] = ..., roster_digest: _Optional[bytes] = ..., clock_s: _Optional[float] = ...) -> None: ...
 
 class GoodbyeRequest(_message.Message):
-    __slots__ = ("cluster", "node_id")
+    __slots__ = ("cluster", "node_id", "incarnation")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     node_id: str
-    def __init__(self, cluster: _Optional[str] = ..., node_id: _Optional[str] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, cluster: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class GoodbyeReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class DialBackRequest(_message.Message):
+    __slots__ = ("endpoints",)
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    endpoints: _containers.RepeatedCompositeFieldContainer[_pairing_pb2.Endpoint]
+    def __init__(self, endpoints: _Optional[_Iterable[_Union[_pairing_pb2.Endpoint, _Mapping]]] = ...) -> None: ...
+
+class DialBackReply(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: _containers.RepeatedScalarFieldContainer[DialOutcome]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[DialOutcome, str]]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -115,8 +193,8 @@ class ServeModelRequest(_message.Message):
 class ServeModelReply(_message.Message):
     __slots__ = ("endpoints",)
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
-    endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
-    def __init__(self, endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
+    endpoints: _containers.RepeatedCompositeFieldContainer[_pairing_pb2.Endpoint]
+    def __init__(self, endpoints: _Optional[_Iterable[_Union[_pairing_pb2.Endpoint, _Mapping]]] = ...) -> None: ...
 
 class StopServingRequest(_message.Message):
     __slots__ = ("run_id",)
@@ -127,6 +205,56 @@ class StopServingRequest(_message.Message):
 class StopServingReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class InviteRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InviteReply(_message.Message):
+    __slots__ = ("code", "expires_s", "endpoints")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_S_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    expires_s: float
+    endpoints: _containers.RepeatedCompositeFieldContainer[_pairing_pb2.Endpoint]
+    def __init__(self, code: _Optional[str] = ..., expires_s: _Optional[float] = ..., endpoints: _Optional[_Iterable[_Union[_pairing_pb2.Endpoint, _Mapping]]] = ...) -> None: ...
+
+class RemoveRequest(_message.Message):
+    __slots__ = ("device",)
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    def __init__(self, device: _Optional[str] = ...) -> None: ...
+
+class RemoveReply(_message.Message):
+    __slots__ = ("node_id", "name", "invited")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INVITED_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    name: str
+    invited: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_id: _Optional[str] = ..., name: _Optional[str] = ..., invited: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = ("told",)
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    told: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, told: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ExamineRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ExamineReply(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
 
 class RunMessage(_message.Message):
     __slots__ = ("run_id", "generation", "rank", "prepare", "prepared", "load", "loaded", "step_input", "step_report", "commit", "committed", "state_request", "state_array", "state_stored", "finish", "failure", "progress")
@@ -181,11 +309,11 @@ class Prepare(_message.Message):
 class Prepared(_message.Message):
     __slots__ = ("data_endpoints",)
     DATA_ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
-    data_endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
-    def __init__(self, data_endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
+    data_endpoints: _containers.RepeatedCompositeFieldContainer[_pairing_pb2.Endpoint]
+    def __init__(self, data_endpoints: _Optional[_Iterable[_Union[_pairing_pb2.Endpoint, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("plan_json", "manifest_json", "weights_endpoints", "token", "step_timeout_s", "coordinator_name", "committed_step", "capture_boundaries")
+    __slots__ = ("plan_json", "manifest_json", "weights_endpoints", "token", "step_timeout_s", "coordinator_name", "committed_step", "coordinator_id", "capture_boundaries")
     PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_JSON_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
@@ -193,16 +321,18 @@ class Load(_message.Message):
     STEP_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_NAME_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
     CAPTURE_BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
     plan_json: str
     manifest_json: str
-    weights_endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
+    weights_endpoints: _containers.RepeatedCompositeFieldContainer[_pairing_pb2.Endpoint]
     token: str
     step_timeout_s: float
     coordinator_name: str
     committed_step: int
+    coordinator_id: str
     capture_boundaries: bool
-    def __init__(self, plan_json: _Optional[str] = ..., manifest_json: _Optional[str] = ..., weights_endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., token: _Optional[str] = ..., step_timeout_s: _Optional[float] = ..., coordinator_name: _Optional[str] = ..., committed_step: _Optional[int] = ..., capture_boundaries: bool = ...) -> None: ...
+    def __init__(self, plan_json: _Optional[str] = ..., manifest_json: _Optional[str] = ..., weights_endpoints: _Optional[_Iterable[_Union[_pairing_pb2.Endpoint, _Mapping]]] = ..., token: _Optional[str] = ..., step_timeout_s: _Optional[float] = ..., coordinator_name: _Optional[str] = ..., committed_step: _Optional[int] = ..., coordinator_id: _Optional[str] = ..., capture_boundaries: bool = ...) -> None: ...
 
 class Loaded(_message.Message):
     __slots__ = ("plan_hash", "num_trainable", "fetched_bytes", "cached_bytes")
@@ -325,9 +455,11 @@ class Failure(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("phase", "phase_age_s")
+    __slots__ = ("phase", "phase_age_s", "phase_limit_s")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     PHASE_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PHASE_LIMIT_S_FIELD_NUMBER: _ClassVar[int]
     phase: str
     phase_age_s: float
-    def __init__(self, phase: _Optional[str] = ..., phase_age_s: _Optional[float] = ...) -> None: ...
+    phase_limit_s: float
+    def __init__(self, phase: _Optional[str] = ..., phase_age_s: _Optional[float] = ..., phase_limit_s: _Optional[float] = ...) -> None: ...

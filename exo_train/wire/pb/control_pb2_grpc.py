@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from exo_train.wire.pb import control_pb2 as exo__train_dot_wire_dot_pb_dot_control__pb2
+from exo_train.wire.pb import pairing_pb2 as exo__train_dot_wire_dot_pb_dot_pairing__pb2
 
 GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__
@@ -44,6 +45,16 @@ class ControlStub(object):
                 request_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.GoodbyeRequest.SerializeToString,
                 response_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.GoodbyeReply.FromString,
                 _registered_method=True)
+        self.SyncRoster = channel.unary_unary(
+                '/exo_train.wire.Control/SyncRoster',
+                request_serializer=exo__train_dot_wire_dot_pb_dot_pairing__pb2.RosterState.SerializeToString,
+                response_deserializer=exo__train_dot_wire_dot_pb_dot_pairing__pb2.RosterState.FromString,
+                _registered_method=True)
+        self.DialBack = channel.unary_unary(
+                '/exo_train.wire.Control/DialBack',
+                request_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.DialBackRequest.SerializeToString,
+                response_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.DialBackReply.FromString,
+                _registered_method=True)
         self.Run = channel.stream_stream(
                 '/exo_train.wire.Control/Run',
                 request_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.RunMessage.SerializeToString,
@@ -62,7 +73,21 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Goodbye(self, request, context):
-        """An orderly end of membership; the receiver forgets the sender at once.
+        """An orderly end of presence; the receiver takes the sender as gone at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SyncRoster(self, request, context):
+        """Both sides give what they know of who belongs here; both merge.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DialBack(self, request, context):
+        """Tries to connect to the caller at the addresses it names, and says how that went.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,6 +113,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Goodbye,
                     request_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.GoodbyeRequest.FromString,
                     response_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.GoodbyeReply.SerializeToString,
+            ),
+            'SyncRoster': grpc.unary_unary_rpc_method_handler(
+                    servicer.SyncRoster,
+                    request_deserializer=exo__train_dot_wire_dot_pb_dot_pairing__pb2.RosterState.FromString,
+                    response_serializer=exo__train_dot_wire_dot_pb_dot_pairing__pb2.RosterState.SerializeToString,
+            ),
+            'DialBack': grpc.unary_unary_rpc_method_handler(
+                    servicer.DialBack,
+                    request_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.DialBackRequest.FromString,
+                    response_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.DialBackReply.SerializeToString,
             ),
             'Run': grpc.stream_stream_rpc_method_handler(
                     servicer.Run,
@@ -160,6 +195,60 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
+    def SyncRoster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_train.wire.Control/SyncRoster',
+            exo__train_dot_wire_dot_pb_dot_pairing__pb2.RosterState.SerializeToString,
+            exo__train_dot_wire_dot_pb_dot_pairing__pb2.RosterState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DialBack(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_train.wire.Control/DialBack',
+            exo__train_dot_wire_dot_pb_dot_control__pb2.DialBackRequest.SerializeToString,
+            exo__train_dot_wire_dot_pb_dot_control__pb2.DialBackReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Run(request_iterator,
             target,
             options=(),
@@ -211,6 +300,26 @@ class LocalStub(object):
                 request_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.StopServingRequest.SerializeToString,
                 response_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.StopServingReply.FromString,
                 _registered_method=True)
+        self.Invite = channel.unary_unary(
+                '/exo_train.wire.Local/Invite',
+                request_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.InviteRequest.SerializeToString,
+                response_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.InviteReply.FromString,
+                _registered_method=True)
+        self.Remove = channel.unary_unary(
+                '/exo_train.wire.Local/Remove',
+                request_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.RemoveRequest.SerializeToString,
+                response_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.RemoveReply.FromString,
+                _registered_method=True)
+        self.Leave = channel.unary_unary(
+                '/exo_train.wire.Local/Leave',
+                request_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.LeaveRequest.SerializeToString,
+                response_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.LeaveReply.FromString,
+                _registered_method=True)
+        self.Examine = channel.unary_unary(
+                '/exo_train.wire.Local/Examine',
+                request_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.ExamineRequest.SerializeToString,
+                response_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.ExamineReply.FromString,
+                _registered_method=True)
 
 
 class LocalServicer(object):
@@ -237,6 +346,34 @@ class LocalServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Invite(self, request, context):
+        """A fresh code; one made before is void.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Remove(self, request, context):
+        """Ends another device's membership.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Leave(self, request, context):
+        """Ends this device's membership, and then its agent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Examine(self, request, context):
+        """What the running agent knows that `exo-train doctor` needs, as JSON.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LocalServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -254,6 +391,26 @@ def add_LocalServicer_to_server(servicer, server):
                     servicer.StopServing,
                     request_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.StopServingRequest.FromString,
                     response_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.StopServingReply.SerializeToString,
+            ),
+            'Invite': grpc.unary_unary_rpc_method_handler(
+                    servicer.Invite,
+                    request_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.InviteRequest.FromString,
+                    response_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.InviteReply.SerializeToString,
+            ),
+            'Remove': grpc.unary_unary_rpc_method_handler(
+                    servicer.Remove,
+                    request_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.RemoveRequest.FromString,
+                    response_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.RemoveReply.SerializeToString,
+            ),
+            'Leave': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leave,
+                    request_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.LeaveRequest.FromString,
+                    response_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.LeaveReply.SerializeToString,
+            ),
+            'Examine': grpc.unary_unary_rpc_method_handler(
+                    servicer.Examine,
+                    request_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.ExamineRequest.FromString,
+                    response_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.ExamineReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -337,6 +494,114 @@ class Local(object):
             '/exo_train.wire.Local/StopServing',
             exo__train_dot_wire_dot_pb_dot_control__pb2.StopServingRequest.SerializeToString,
             exo__train_dot_wire_dot_pb_dot_control__pb2.StopServingReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Invite(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_train.wire.Local/Invite',
+            exo__train_dot_wire_dot_pb_dot_control__pb2.InviteRequest.SerializeToString,
+            exo__train_dot_wire_dot_pb_dot_control__pb2.InviteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Remove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_train.wire.Local/Remove',
+            exo__train_dot_wire_dot_pb_dot_control__pb2.RemoveRequest.SerializeToString,
+            exo__train_dot_wire_dot_pb_dot_control__pb2.RemoveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_train.wire.Local/Leave',
+            exo__train_dot_wire_dot_pb_dot_control__pb2.LeaveRequest.SerializeToString,
+            exo__train_dot_wire_dot_pb_dot_control__pb2.LeaveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Examine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_train.wire.Local/Examine',
+            exo__train_dot_wire_dot_pb_dot_control__pb2.ExamineRequest.SerializeToString,
+            exo__train_dot_wire_dot_pb_dot_control__pb2.ExamineReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,4 @@
-"""Identity and the claim on a home: what survives crashes, torn files and a second start."""
+"""Membership and the claim on a home: what survives crashes, torn files and a second start."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -13,13 +14,25 @@ import pytest
 
 from exo_train.cluster.home import (
     MAX_NAME_CHARS,
+    MAX_REMEMBERED_ADDRESSES,
     MAX_REMEMBERED_PEERS,
     Home,
+    RememberedPeer,
     clean_name,
     default_device_name,
     open_home,
 )
+from exo_train.cluster.roster import MAX_CERTIFICATES, Roster
 from exo_train.errors import ConfigError
+from exo_train.identity import (
+    Identity,
+    found_cluster,
+    issue_certificate,
+    new_key,
+    node_id_of,
+    public_key_of,
+)
+from exo_train.peer import Address, NodeId
 
 
 @pytest.fixture
@@ -42,26 +55,140 @@ def write_claim(home: Home, *, pid: int, started_s: float) -> None:
     (home.path / "agent.json").write_text(json.dumps({**claim, "token": "t"}))
 
 
-def test_the_id_stays_and_starts_are_counted(home: Home) -> None:
-    first = home.node_id()
+def join(inviter: Identity, roster: Roster) -> Identity:
+    """Make a device that is let in by `inviter`, as pairing does."""
+    key_pem = new_key()
+    public_key = public_key_of(key_pem)
+    certificate = issue_certificate(inviter, public_key)
+    roster.admit(certificate)
+    return replace(
+        inviter, node_id=node_id_of(public_key), key_pem=key_pem, certificate=certificate
+    )
+
+
+def peer(number: int, name: str = "den-pc", *hosts: str) -> RememberedPeer:
+    addresses = tuple(Address(host, 52415) for host in hosts or (f"10.0.0.{number}",))
+    return RememberedPeer(node_id=NodeId(f"{number:032x}"), name=name, addresses=addresses)
+
+
+def test_a_new_home_belongs_to_no_cluster(home: Home) -> None:
+    assert home.identity() is None
+    assert not home.path.exists(), "asking leaves no trace"
+
+
+def test_a_founder_stays_itself(home: Home) -> None:
+    founder = home.found()
+    again = Home(home.path)
+    assert again.identity() == again.found() == founder
+    assert again.roster(founder).members() == (founder.node_id,)
+
+
+def test_a_joiner_remembers_its_cluster(home: Home) -> None:
+    founder = found_cluster()
+    roster = Roster.of(founder)
+    joiner = join(founder, roster)
+    home.store_membership(joiner, roster.state())
+    assert home.found() == joiner, "whoever is a member founds nothing"
+    assert set(home.roster(joiner).members()) == {founder.node_id, joiner.node_id}
+
+
+def test_a_removal_is_remembered(home: Home) -> None:
+    founder = home.found()
+    roster = home.roster(founder)
+    gone = join(founder, roster)
+    roster.remove(gone.node_id, founder.node_id)
+    home.save_roster(roster)
+    assert home.roster(founder).is_removed(gone.node_id)
+    assert home.roster(founder).digest() == roster.digest()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX permissions")
+def test_keys_are_for_this_user_alone(home: Home) -> None:
+    home.found()
+    for name in ("cluster.json", "roster.json"):
+        assert (home.path / name).stat().st_mode & 0o077 == 0
+
+
+def test_who_leaves_comes_back_as_another(home: Home) -> None:
+    first = home.found()
+    home.remember_peers([peer(1)])
+    assert home.next_incarnation() == 1
+    (home.path / ".cluster.json.123.456").write_bytes(first.key_pem)  # a crash while writing
+    home.forget_membership()
+    assert home.identity() is None
+    assert home.remembered_peers() == ()
+    assert b"PRIVATE" not in b"".join(f.read_bytes() for f in home.path.iterdir())
+    second = home.found()
+    assert second.node_id != first.node_id
+    assert second.cluster != first.cluster
+    assert home.next_incarnation() == 2, "starts are counted on"
+    home.forget_membership()
+    home.forget_membership()
+
+
+@pytest.mark.parametrize("torn", ["", "{", "[1]", "null", "{}", '{"node_id": 5}', None])
+def test_a_torn_identity_is_said_and_not_replaced(home: Home, torn: str | None) -> None:
+    home.found()
+    path = home.path / "cluster.json"
+    if torn is None:
+        path.unlink()
+    else:
+        path.write_text(torn)
+    for ask in (home.identity, home.found):
+        with pytest.raises(ConfigError, match=r"cluster\.json is damaged.*exo-train leave"):
+            ask()
+    assert not path.exists() if torn is None else path.read_text() == torn
+    home.forget_membership()
+    assert home.identity() is None
+
+
+@pytest.mark.parametrize(
+    "field", ["node_id", "cluster", "key", "certificate", "authority_certificate", "authority_key"]
+)
+def test_an_identity_with_a_foreign_part_is_said(home: Home, field: str, tmp_path: Path) -> None:
+    home.found()
+    Home(tmp_path / "other").found()
+    foreign = json.loads((tmp_path / "other" / "cluster.json").read_text())
+    path = home.path / "cluster.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: foreign[field]}))
+    with pytest.raises(ConfigError, match=r"cluster\.json is damaged"):
+        home.identity()
+
+
+@pytest.mark.parametrize("torn", ["", "{", '{"cluster": "0123456789abcdef"}', None, "half"])
+def test_a_torn_roster_is_said_since_removals_were_in_it(home: Home, torn: str | None) -> None:
+    founder = home.found()
+    path = home.path / "roster.json"
+    if torn is None:
+        path.unlink()
+    elif torn == "half":
+        path.write_text(json.dumps({**json.loads(path.read_text()), "removals": None}))
+    else:
+        path.write_text(torn)
+    with pytest.raises(ConfigError, match=r"roster\.json is damaged.*exo-train leave"):
+        home.roster(founder)
+
+
+def test_a_full_roster_can_be_read_back(home: Home) -> None:
+    founder = home.found()
+    roster = home.roster(founder)
+    for _ in range(MAX_CERTIFICATES - 1):
+        roster.remove(join(founder, roster).node_id, founder.node_id)
+    home.save_roster(roster)
+    assert home.roster(founder).digest() == roster.digest()
+
+
+def test_starts_are_counted(home: Home) -> None:
     assert [home.next_incarnation() for _ in range(3)] == [1, 2, 3]
-    assert Home(home.path).node_id() == first
-    assert len(first) == 32
+    assert Home(home.path).next_incarnation() == 4
 
 
-@pytest.mark.parametrize("torn", ["", "{", '{"node_id": "ab', "[1]", "null", '{"node_id": 5}'])
-def test_a_torn_identity_is_made_anew(home: Home, torn: str) -> None:
-    home.path.mkdir(parents=True)
+@pytest.mark.parametrize("torn", ["", "{", '{"incarnation": "x"}', '{"incarnation": -3}', "[1]"])
+def test_a_torn_count_begins_anew_and_keeps_the_identity(home: Home, torn: str) -> None:
+    founder = home.found()
     (home.path / "node.json").write_text(torn)
     assert home.next_incarnation() == 1
-    assert home.node_id() == home.node_id()
-
-
-def test_a_damaged_count_keeps_the_id(home: Home) -> None:
-    node_id = home.node_id()
-    (home.path / "node.json").write_text(json.dumps({"node_id": node_id, "incarnation": "x"}))
-    assert home.next_incarnation() == 1
-    assert home.node_id() == node_id
+    assert home.identity() == founder
 
 
 def test_a_claim_is_found_and_released(home: Home) -> None:
@@ -146,27 +273,55 @@ def test_of_agents_that_start_at_once_one_gets_the_home(home: Home) -> None:
     assert sorted(said) == ["mine", "refused", "refused"]
 
 
-def test_peers_are_remembered_newest_first_without_doubles_and_capped(home: Home) -> None:
-    home.remember_peers(["10.0.0.1:1", "10.0.0.2:1"])
-    home.remember_peers(["10.0.0.2:1", "10.0.0.3:1"])
+def test_peers_are_remembered_newest_first_and_once_each(home: Home) -> None:
+    home.remember_peers([peer(1, "studio"), peer(2, "laptop")])
+    moved = peer(2, "laptop", "10.0.0.9", "fe80::1%eth0", "10.0.0.9")
+    home.remember_peers([moved, peer(3)])
     home.remember_peers([])
-    assert home.remembered_peers() == ["10.0.0.2:1", "10.0.0.3:1", "10.0.0.1:1"]
-    home.remember_peers([f"10.1.0.{i}:1" for i in range(MAX_REMEMBERED_PEERS)])
-    assert len(home.remembered_peers()) == MAX_REMEMBERED_PEERS
-    assert "10.0.0.2:1" not in home.remembered_peers()
+    assert [p.name for p in home.remembered_peers()] == ["laptop", "den-pc", "studio"]
+    assert [a.host for a in home.remembered_peers()[0].addresses] == ["10.0.0.9", "fe80::1%eth0"]
+    assert Home(home.path).remembered_peers() == home.remembered_peers()
 
 
-@pytest.mark.parametrize("torn", ['{"peers": 5}', '{"peers": [1, null, "10.0.0.1:1"]}'])
-def test_torn_peers_do_no_harm(home: Home, torn: str) -> None:
+def test_what_is_remembered_of_peers_is_bounded_and_clean(home: Home) -> None:
+    home.remember_peers([peer(1)])
+    rude = peer(99, "\x1b[31mred", *(f"10.1.0.{n}" for n in range(40)))
+    home.remember_peers([rude, *(peer(n, "x" * 100) for n in range(2, 2 + MAX_REMEMBERED_PEERS))])
+    kept = home.remembered_peers()
+    assert len(kept) == MAX_REMEMBERED_PEERS
+    assert peer(1) not in kept
+    assert kept[0].name == rude.node_id[:8]
+    assert len(kept[0].addresses) == MAX_REMEMBERED_ADDRESSES
+    assert kept[1].name == "x" * MAX_NAME_CHARS
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [
+        {"peers": 5},
+        {"peers": [1, None, "10.0.0.1:1", {}]},
+        {"peers": [{"node_id": "x", "name": "n", "addresses": []}]},
+        {"peers": [{"node_id": 5, "name": "n", "addresses": []}]},
+        {"peers": [{"node_id": "a" * 32, "name": "n", "addresses": ["host:1", 5]}]},
+        {"peers": [{"node_id": "a" * 32, "name": "n", "addresses": None}]},
+    ],
+)
+def test_torn_peers_do_no_harm(home: Home, torn: dict) -> None:
+    good = {"node_id": f"{1:032x}", "name": "den-pc", "addresses": ["10.0.0.1:52415"]}
+    if isinstance(torn["peers"], list):
+        torn["peers"].append(good)
     home.path.mkdir(parents=True)
-    (home.path / "peers.json").write_text(torn)
-    assert set(home.remembered_peers()) <= {"10.0.0.1:1"}
+    (home.path / "peers.json").write_text(json.dumps(torn))
+    assert home.remembered_peers() in ((), (peer(1),))
+    assert (home.remembered_peers() == ()) == (torn["peers"] == 5)
 
 
 def test_a_home_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write .*node.json.*EXO_TRAIN_HOME"):
-        Home(tmp_path / "file").node_id()
+        Home(tmp_path / "file").next_incarnation()
+    with pytest.raises(ConfigError, match=r"cannot write .*EXO_TRAIN_HOME"):
+        Home(tmp_path / "file").found()
     with pytest.raises(ConfigError, match=r"cannot write .*EXO_TRAIN_HOME"):
         Home(tmp_path / "file").claim(local_port=1, control_port=2, token="t")
 
@@ -194,23 +349,8 @@ def test_an_empty_name_is_refused_and_the_default_is_not_empty() -> None:
     assert default_device_name()
 
 
-@pytest.mark.parametrize("tag", ["", "a b", "x" * 33, "ünï", "../x", "a\nb"])
-def test_a_wrong_cluster_tag_is_refused(
-    home: Home, tag: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EXO_TRAIN_CLUSTER", tag)
-    with pytest.raises(ConfigError, match="1 to 32 letters, digits and dashes"):
-        _ = home.cluster
-
-
-def test_the_environment_names_home_and_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_names_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXO_TRAIN_HOME", str(tmp_path / "h"))
-    monkeypatch.setenv("EXO_TRAIN_CLUSTER", "den-2")
     assert open_home().path == tmp_path / "h"
-    assert open_home().cluster == "den-2"
     monkeypatch.delenv("EXO_TRAIN_HOME")
-    monkeypatch.delenv("EXO_TRAIN_CLUSTER")
     assert open_home().path.name == "exo-train"
-    assert open_home().cluster == "home"

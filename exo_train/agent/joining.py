@@ -1,0 +1,134 @@
+"""What `exo-train join` does before the agent runs: a new cluster, or a place in one by its code.
+
+Owns the decision which of both, and what happens to a membership that was there before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from exo_train.agent.local_client import LocalClient, own_agent
+from exo_train.agent.pairing import SEARCH_S, pair
+from exo_train.cluster.discovery import browse_pairing
+from exo_train.cluster.home import Home, RememberedPeer
+from exo_train.cluster.interfaces import all_dialable, usable_addresses
+from exo_train.cluster.pairing import Code
+from exo_train.errors import ConfigError, PeerError
+from exo_train.identity import read_certificate
+from exo_train.peer import Address
+
+LEAVE_TIMEOUT_S = 10.0
+MEET_TIMEOUT_S = 4.0
+POLL_S = 0.1
+
+
+def become_member(
+    home: Home,
+    code_text: str,
+    *,
+    peers: Sequence[Address],
+    interface: str | None,
+    say: Callable[[str], None],
+) -> None:
+    """Pair this home with the device that printed the code.
+
+    Raises ConfigError when the code is none or this device belongs to others already, PeerError
+    when pairing fails; the home is unchanged then.
+    """
+    code = Code.parse(code_text)
+    home.check_free()
+    check_unattached(home)
+    say(f"looking for the device that shows {code} …")
+    stop = threading.Event()
+    try:
+        paired = pair(_candidates(peers, interface, stop), code)
+    finally:
+        stop.set()
+    home.forget_membership()
+    home.store_membership(paired.identity, paired.roster)
+    inviter_id = read_certificate(
+        paired.identity.certificate,
+        authority_certificate=paired.identity.authority_certificate,
+    ).invited_by
+    inviter = RememberedPeer(node_id=inviter_id, name=inviter_id[:8], addresses=paired.endpoints)
+    home.remember_peers([inviter])
+    num_others = len(home.roster(paired.identity).members()) - 1
+    say(f"paired: this device is a member now, with {num_others} other(s)")
+
+
+def leave_cluster(home: Home) -> tuple[str, ...]:
+    """End this home's membership; gives the names of the members that know.
+
+    The agent does it, so that the others hear; without one that runs, one is started for it. A
+    home whose files are damaged just forgets.
+    """
+    try:
+        identity = home.identity()
+        if identity is None:
+            raise ConfigError("this device belongs to no cluster; there is nothing to leave")
+        is_over = home.roster(identity).is_removed(identity.node_id)
+    except ConfigError:
+        if not home.has_membership_files():
+            raise
+        is_over = True
+    if is_over:
+        home.forget_membership()
+        return ()
+    with own_agent(home) as client:
+        _wait_met(client, num_members=len(home.roster(home.paired_identity()).members()))
+        told = client.leave()
+        deadline_s = time.monotonic() + LEAVE_TIMEOUT_S
+        while home.agent() is not None and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+    if home.identity() is not None:
+        raise PeerError("the agent is leaving but has not ended yet; try `exo-train leave` again")
+    return told
+
+
+def is_expelled(home: Home) -> bool:
+    """Tell whether this device knows that it was removed."""
+    identity = home.identity()
+    return identity is not None and home.roster(identity).is_removed(identity.node_id)
+
+
+def check_unattached(home: Home) -> None:
+    """Raise ConfigError while this home's device shares a cluster with others."""
+    identity = home.identity()
+    if identity is None:
+        return
+    roster = home.roster(identity)
+    others = [member for member in roster.members() if member != identity.node_id]
+    if is_expelled(home) or not others:
+        return
+    names = {peer.node_id: peer.name for peer in home.remembered_peers()}
+    listed = ", ".join(names.get(other, other[:8]) for other in others)
+    raise ConfigError(
+        f"this device belongs to a cluster already, with {listed}; run `exo-train join` without "
+        f"--code to meet them, or `exo-train leave` first to join another cluster"
+    )
+
+
+def _wait_met(client: LocalClient, *, num_members: int) -> None:
+    """Give an agent that was just started a moment to hear those who are to be told."""
+    deadline_s = time.monotonic() + MEET_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        alive = [m for m in client.status()["members"] if m["state"] == "alive"]
+        if len(alive) >= num_members:
+            return
+        time.sleep(POLL_S)
+
+
+def _candidates(
+    peers: Sequence[Address], interface: str | None, stop: threading.Event
+) -> Iterator[Address]:
+    """Give the typed addresses first, then what mDNS hears."""
+    yield from all_dialable(peers)
+    try:
+        usable = usable_addresses(interface)
+        for seen in browse_pairing(usable, timeout_s=SEARCH_S, stop=stop):
+            yield from seen.addresses
+    except (ConfigError, PeerError):
+        if not peers:
+            raise

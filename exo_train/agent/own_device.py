@@ -1,0 +1,82 @@
+"""This device as it tells others of itself: name, hardware, and where it can be reached.
+
+Owns the options of `join` that describe the device. Must not talk to anybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import exo_train
+from exo_train.cluster.hardware import Hardware, detect
+from exo_train.cluster.home import clean_name, default_device_name
+from exo_train.cluster.interfaces import LocalAddress, listen_hosts, usable_addresses
+from exo_train.errors import ConfigError
+from exo_train.peer import Address, DeviceFacts, NodeId
+
+LOOPBACK = "127.0.0.1"
+MAX_ADDRESSES = 8  # that others are told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinOptions:
+    """The options of `exo-train join`; None and "auto" mean: find out."""
+
+    name: str | None = None
+    peers: tuple[Address, ...] = ()
+    interface: str | None = None
+    port: int = 0
+    memory_bytes: int | None = None
+    backend: str = "auto"
+    device: str = "auto"
+    discover: bool = True
+
+
+class OwnDevice:
+    """Asks anew each time: free memory and addresses change. `port` is set once it is known.
+
+    Raises ConfigError at once when a name, backend, device or interface is wrong.
+    """
+
+    def __init__(self, options: JoinOptions) -> None:
+        self.port = 0
+        self._options = options
+        self.name = clean_name(options.name) if options.name else default_device_name()
+        self._detect()
+        self.listen_hosts = listen_hosts(options.interface)
+
+    def facts(self, node_id: NodeId) -> DeviceFacts:
+        hardware = self._detect()
+        return DeviceFacts(
+            node_id=node_id,
+            name=self.name,
+            backend=hardware.backend,
+            device=hardware.device,
+            chip=hardware.chip,
+            memory_bytes=hardware.memory_bytes,
+            free_memory_bytes=hardware.free_memory_bytes,
+            usable_memory_bytes=hardware.usable_memory_bytes,
+            dtypes=hardware.dtypes,
+            version=exo_train.__version__,
+        )
+
+    def usable(self) -> list[LocalAddress]:
+        """Give the addresses to tell, best first; none while the named interface is away."""
+        with contextlib.suppress(ConfigError):
+            return usable_addresses(self._options.interface)
+        return []
+
+    def hosts(self) -> tuple[str, ...]:
+        """Give where others reach this device; its loopback while it has no network."""
+        return tuple(a.host for a in self.usable()[:MAX_ADDRESSES]) or (LOOPBACK,)
+
+    def addresses(self, port: int | None = None) -> tuple[Address, ...]:
+        """Give `hosts` with the control port, or another one."""
+        return tuple(Address(host, port or self.port) for host in self.hosts())
+
+    def _detect(self) -> Hardware:
+        options = self._options
+        return detect(
+            backend=options.backend, device=options.device, memory_bytes=options.memory_bytes
+        )
