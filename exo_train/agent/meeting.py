@@ -38,6 +38,7 @@ from exo_train.cluster.interfaces import all_dialable
 from exo_train.cluster.mdns_record import Seen
 from exo_train.cluster.member import Member, view_hash
 from exo_train.cluster.membership import Changed, Duplicate, Effect, Membership
+from exo_train.cluster.steady_clock import steady_s
 from exo_train.cluster.whom_to_ask import Ask, Failure
 from exo_train.errors import ExoTrainError, PeerError, ProtocolError
 from exo_train.peer import Address, NodeId
@@ -75,6 +76,7 @@ class Meeting:
         on_expelled: Callable[[NodeId | None, str], None],
         lasting: tuple[Address, ...] = (),
         say: Callable[[str], None] = log.info,
+        clock: Callable[[], float] = steady_s,
     ) -> None:
         self.cluster = admissions.identity.cluster
         self._admissions = admissions
@@ -82,13 +84,14 @@ class Meeting:
         self._introduce = introduce
         self._on_expelled = on_expelled
         self._say = say
+        self.now_s = clock  # the clock of all of the members' times
         own = introduce()
         self._self_id = own.facts.node_id
         self._machine = Membership(
             self._self_id,
             incarnation=own.incarnation,
             instance=own.instance,
-            now_s=time.monotonic(),
+            now_s=clock(),
         )
         self._lasting = {a for address in lasting for a in all_dialable([address])}
         self._told: dict[NodeId, Introduction] = {}  # the last hello of each member
@@ -265,7 +268,7 @@ class Meeting:
     def _apply(self, event: Callable[[float], Iterable[Effect]]) -> None:
         """Let the machine take an event in, and carry out what follows from it."""
         with self._lock:
-            effects = list(event(time.monotonic()))
+            effects = list(event(self.now_s()))
             is_quiet = self._machine.is_revalidating
             gone = self._told.keys() - self._machine.members.keys()
             for node_id in gone:

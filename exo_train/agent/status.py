@@ -5,7 +5,6 @@ Owns the JSON's shape. Must not ask anything over the network: it puts together 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,7 +28,7 @@ def describe(
     age_s: float,
 ) -> dict[str, Any]:
     """Give the contract's `status --json`; members are in id order, this device included."""
-    now_s = time.monotonic()
+    now_s = meeting.now_s()
     members = [_member(own, own.addresses, state="alive", age_s=age_s)]
     skews_s = meeting.noticed.skews_s()
     for member in meeting.members():
