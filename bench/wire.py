@@ -7,16 +7,28 @@ processes. The link's number includes framing, both checksums and the receiver's
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from exo_train.peer import Address
-from exo_train.transport.base import LinkIdentity, Tag
+from exo_train.identity import (
+    Identity,
+    MemberCertificate,
+    found_cluster,
+    issue_certificate,
+    new_key,
+    node_id_of,
+    public_key_of,
+    read_certificate,
+)
+from exo_train.peer import Address, NodeId
+from exo_train.transport.base import NO_ONE, LinkIdentity, Tag
 from exo_train.transport.data_server import DataServer
 from exo_train.transport.dial import dial
+from exo_train.transport.tls import MemberTls
 from exo_train.wire.tensor import DType, HostTensor
 
 SIZES_BYTES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -29,11 +41,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=DURATION_S, help="per size and way")
     seconds = parser.parse_args().seconds
-    print(f"{'tensor':>9} {'TCP GB/s':>9} {'link GB/s':>10} {'ratio':>6}")
+    pair = member_pair()
+    receiver = functools.partial(link_receiver, pair=pair)
+    sender = functools.partial(link_sender, pair=pair)
+    print("   tensor  TCP GB/s  plain  TLS GB/s  TLS/TCP  TLS/plain")
     for num_bytes in SIZES_BYTES:
         tcp = measure(tcp_receiver, tcp_sender, num_bytes, seconds)
-        link = measure(link_receiver, link_sender, num_bytes, seconds)
-        print(f"{num_bytes >> 10:>6} KB {tcp:>9.2f} {link:>10.2f} {link / tcp:>6.2f}", flush=True)
+        plain = measure(link_receiver, link_sender, num_bytes, seconds)
+        tls = measure(receiver, sender, num_bytes, seconds)
+        print(
+            f"{num_bytes >> 10:>6} KB {tcp:>9.2f} {plain:>6.2f} {tls:>9.2f} {tls / tcp:>8.2f} "
+            f"{tls / plain:>10.2f}",
+            flush=True,
+        )
+
+
+def member_pair() -> tuple[Identity, Identity]:
+    """Make a cluster of two, as pairing would."""
+    founder, key_pem = found_cluster(), new_key()
+    public_key = public_key_of(key_pem)
+    member = Identity(
+        node_id=node_id_of(public_key),
+        cluster=founder.cluster,
+        key_pem=key_pem,
+        certificate=issue_certificate(founder, public_key),
+        authority_certificate=founder.authority_certificate,
+        authority_key=founder.authority_key,
+    )
+    return founder, member
 
 
 def measure(
@@ -79,8 +114,9 @@ def tcp_receiver(pipe: Connection, num_bytes: int) -> None:
                 pass
 
 
-def identity(rank: int) -> LinkIdentity:
+def identity(rank: int, peer_id: NodeId = NO_ONE) -> LinkIdentity:
     return LinkIdentity(
+        peer_id=peer_id,
         cluster="bench",
         run="bench",
         generation=0,
@@ -92,9 +128,23 @@ def identity(rank: int) -> LinkIdentity:
     )
 
 
-def link_sender(port: int, num_bytes: int, seconds: float) -> tuple[int, float]:
+def link_sender(
+    port: int, num_bytes: int, seconds: float, *, pair: tuple[Identity, Identity] | None = None
+) -> tuple[int, float]:
     tensor = HostTensor(DType.BF16, (num_bytes // 2,), bytes(num_bytes))
-    link = dial([Address("127.0.0.1", port)], identity(0), timeout_s=TIMEOUT_S)
+    address = Address("127.0.0.1", port)
+    if pair is None:
+        link = dial([address], identity(0), timeout_s=TIMEOUT_S)
+    else:
+        server, own = pair
+        tls = MemberTls(own, lambda node_id: read(server)).to(server.node_id)
+        link = dial(
+            [address],
+            identity(0, server.node_id),
+            timeout_s=TIMEOUT_S,
+            credentials=tls.credentials,
+            tls_name=tls.name,
+        )
     for i in range(WARM_UP_TENSORS):
         link.send(Tag(0, i), tensor)
     start_s, num_tensors = time.perf_counter(), 0
@@ -108,10 +158,18 @@ def link_sender(port: int, num_bytes: int, seconds: float) -> tuple[int, float]:
     return num_tensors, start_s
 
 
-def link_receiver(pipe: Connection, num_bytes: int) -> None:
-    with DataServer(["127.0.0.1"]) as server:
-        pipe.send(server.addresses[0].port)
-        link = server.wait_link(identity(1), timeout_s=TIMEOUT_S)
+def read(member: Identity) -> MemberCertificate:
+    return read_certificate(member.certificate, authority_certificate=member.authority_certificate)
+
+
+def link_receiver(
+    pipe: Connection, num_bytes: int, *, pair: tuple[Identity, Identity] | None = None
+) -> None:
+    credentials = MemberTls(pair[0], lambda node_id: None).server() if pair else None
+    peer_id = pair[1].node_id if pair else NO_ONE
+    with DataServer(["127.0.0.1"], credentials=credentials) as server:
+        pipe.send(server.port)
+        link = server.wait_link(identity(1, peer_id), timeout_s=TIMEOUT_S)
         i = 0
         while link.wait_recv(Tag(0, i), timeout_s=TIMEOUT_S).num_bytes:
             i += 1

@@ -11,7 +11,7 @@ from exo_train.identity import Identity, issue_certificate, new_key, node_id_of,
 def ensure_member(home: Home, *, root: Path, cluster: str) -> None:
     """Make the home a member of the cluster that has this label under `root`.
 
-    Its first home founds it. A running founder learns of the others when they call.
+    Its first home founds it. A founder that runs already learns of the others when they call.
     """
     if home.identity() is not None:
         return
@@ -39,5 +39,7 @@ def admit(home: Home, inviter_home: Home) -> Identity:
     )
     roster = inviter_home.roster(inviter)
     roster.admit(identity.certificate)
+    if inviter_home.agent() is None:
+        inviter_home.save_roster(roster)
     home.store_membership(identity, roster.state())
     return identity

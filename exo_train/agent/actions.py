@@ -42,7 +42,7 @@ class AgentActions:
         """End another device's membership, and tell all members that are here."""
         node_id = self._find(device)
         name, invited = self._name(node_id), self._agent.admissions.invited_by(node_id)
-        invited_names = [self._name(other) for other in invited]
+        invited_names = [self._name(other) for other in invited if other != self._agent.node_id]
         self._agent.admissions.remove(node_id)
         self._agent.meeting.spread_roster()
         return pb.RemoveReply(node_id=node_id, name=name, invited=invited_names)

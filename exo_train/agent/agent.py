@@ -50,6 +50,7 @@ __all__ = ["Agent", "JoinOptions"]
 
 CONTROL_THREADS = 48  # a Run stream keeps one for the run; the rest answer hellos at once
 LOCAL_THREADS = 4
+MAX_LISTENING = 32  # addresses of a named interface, one after another
 UPKEEP_S = 2.0
 UPKEEP_END_S = 3.0  # mDNS may be starting just then
 SERVER_STOP_S = 1.0
@@ -121,7 +122,10 @@ class Agent:
         self._control = ControlService(
             self.meeting, self.admissions, self.gate, self._worker_settings
         )
-        self._open_control(stack, self._control)
+        self._listening = set(self.device.listen_hosts)
+        self.device.port = self._serve_control(
+            stack, self._control, self.device.listen_hosts, self._options.port
+        )
         self._survey = Survey(
             self.meeting,
             tls,
@@ -145,8 +149,14 @@ class Agent:
         self._open_local(stack)
         self._start(stack, self._control, self._survey)
 
-    def _open_control(self, stack: contextlib.ExitStack, control: ControlService) -> None:
-        """Answer other devices: members only, whatever they call."""
+    def _serve_control(
+        self,
+        stack: contextlib.ExitStack,
+        control: ControlService,
+        hosts: tuple[str, ...],
+        port: int,
+    ) -> int:
+        """Answer other devices, members only, whatever they call; gives the port."""
         identity = self.admissions.identity
         server = new_server(
             max_workers=CONTROL_THREADS,
@@ -160,13 +170,9 @@ class Agent:
             node_id=identity.node_id, instance=self._instance, certificate=identity.certificate
         )
         add_HandshakeServicer_to_server(HandshakeService(hello), server)
-        self.device.port = bind_all(
-            server,
-            self.device.listen_hosts,
-            self._options.port,
-            credentials=self.admissions.tls.server(),
-        )
+        bound = bind_all(server, hosts, port, credentials=self.admissions.tls.server())
         server.start()
+        return bound
 
     def _open_local(self, stack: contextlib.ExitStack) -> None:
         """Answer commands of this home, and write down how they reach us."""
@@ -250,6 +256,8 @@ class Agent:
                 usable = self.device.usable()
                 self.announcer.follow(usable, is_alone=is_alone, now_s=time.monotonic())
             is_ending = self._closing.wait(UPKEEP_S)
+            with contextlib.suppress(ConfigError, PeerError):  # away, or not ready: next time
+                self._follow_interface()
             self.strangers.look(self._known_hosts())
             met = [
                 RememberedPeer(node_id=m.facts.node_id, name=m.facts.name, addresses=m.proven)
@@ -261,6 +269,15 @@ class Agent:
             except ConfigError as error:  # a full disk must not end this thread
                 log.warning("%s", error)
         self.announcer.close()
+
+    def _follow_interface(self) -> None:
+        """Listen on addresses that a named interface got since; all interfaces need no care."""
+        new = tuple(h for h in self.device.listen_hosts if h not in self._listening)
+        if not new or len(self._listening) >= MAX_LISTENING or self._control is None:
+            return
+        self._weights.listen_also(new)
+        self._serve_control(self._stack, self._control, new, self.port)
+        self._listening |= set(new)
 
     def _known_hosts(self) -> set[str]:
         """Give hosts whose connections are nothing new: members', and this device's own."""

@@ -15,13 +15,14 @@ import exo_train
 from exo_train.agent.admissions import Admissions
 from exo_train.agent.protocol import HELLO_TIMEOUT_S, PROTOCOL_VERSION, greeting
 from exo_train.errors import PeerError, ProtocolError
-from exo_train.peer import Address, NodeId
+from exo_train.peer import Address, NodeId, has_control_characters
 from exo_train.transport.channel import open_channel
 from exo_train.transport.tls import PeerTls
 from exo_train.wire.pb import handshake_pb2
 from exo_train.wire.pb.handshake_pb2_grpc import HandshakeStub
 
 MAX_CHANNELS = 256
+MAX_DETAILS_CHARS = 300
 
 
 class VersionError(ProtocolError):
@@ -149,16 +150,18 @@ class Dialling:
 def refusal_of(error: grpc.RpcError, address: Address) -> PeerError:
     """Tell a device that is not the one meant, or refuses us, from silence."""
     assert isinstance(error, grpc.Call)
-    details = error.details() or ""
+    details = (error.details() or "")[:MAX_DETAILS_CHARS]
+    if has_control_characters(details):  # a peer says there what it likes, and people read it
+        details = "it gives no reason that can be shown"
     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
-        return RemovedHereError(f"{address}: {details[:200]}")
+        return RemovedHereError(f"{address}: {details}")
     if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT):
-        return NotTheDeviceError(f"{address}: {details[:200]}")
+        return NotTheDeviceError(f"{address}: {details}")
     if "CERTIFICATE_VERIFY_FAILED" in details or "handshake failed" in details.lower():
         return NotTheDeviceError(
             f"{address} answers with a certificate of another device or cluster"
         )
-    return PeerError(f"{address}: {error.code().name.lower()} {details[:200]}")
+    return PeerError(f"{address}: {error.code().name.lower()} {details}")
 
 
 def _channel(address: Address, tls: PeerTls) -> grpc.Channel:

@@ -1,6 +1,7 @@
-"""What `exo-train join` does before the agent runs: a new cluster, or a place in one by its code.
+"""How a membership begins and ends from the command line: by a code, by leaving, by removal.
 
-Owns the decision which of both, and what happens to a membership that was there before.
+Owns their order, and what happens to a membership that was there before. Must not speak to other
+devices itself: pairing and the agent do.
 """
 
 from __future__ import annotations
@@ -64,27 +65,34 @@ def leave_cluster(home: Home) -> tuple[str, ...]:
     The agent does it, so that the others hear; without one that runs, one is started for it. A
     home whose files are damaged just forgets.
     """
-    try:
-        identity = home.identity()
-        if identity is None:
-            raise ConfigError("this device belongs to no cluster; there is nothing to leave")
-        is_over = home.roster(identity).is_removed(identity.node_id)
-    except ConfigError:
-        if not home.has_membership_files():
-            raise
-        is_over = True
-    if is_over:
+    is_running = home.agent() is not None
+    if not is_running and _is_over(home):
         home.forget_membership()
         return ()
     with own_agent(home) as client:
-        _wait_met(client, num_members=len(home.roster(home.paired_identity()).members()))
+        if not is_running:
+            _wait_met(client, home)
         told = client.leave()
         deadline_s = time.monotonic() + LEAVE_TIMEOUT_S
-        while home.agent() is not None and time.monotonic() < deadline_s:
+        # The agent gives the home free first, and deletes the keys when all its threads are still.
+        while _has_agent_or_keys(home) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
-    if home.identity() is not None:
+    if _has_agent_or_keys(home):
         raise PeerError("the agent is leaving but has not ended yet; try `exo-train leave` again")
     return told
+
+
+def remove_member(home: Home, device: str) -> tuple[str, tuple[str, ...]]:
+    """End another device's membership; gives its name, and the names of those it had invited.
+
+    The members that are here hear at once, the others when they meet one who knows.
+    """
+    home.paired_identity()
+    is_running = home.agent() is not None
+    with own_agent(home) as client:
+        if not is_running:
+            _wait_met(client, home)
+        return client.remove(device)
 
 
 def is_expelled(home: Home) -> bool:
@@ -110,8 +118,29 @@ def check_unattached(home: Home) -> None:
     )
 
 
-def _wait_met(client: LocalClient, *, num_members: int) -> None:
+def _is_over(home: Home) -> bool:
+    """Tell whether there is no membership to end but only files, damaged or of a removed device.
+
+    Raises ConfigError when there is not even that.
+    """
+    try:
+        identity = home.identity()
+        if identity is None:
+            raise ConfigError("this device belongs to no cluster; there is nothing to leave")
+        return home.roster(identity).is_removed(identity.node_id)
+    except ConfigError:
+        if not home.has_membership_files():
+            raise
+        return True
+
+
+def _has_agent_or_keys(home: Home) -> bool:
+    return home.agent() is not None or home.has_membership_files()
+
+
+def _wait_met(client: LocalClient, home: Home) -> None:
     """Give an agent that was just started a moment to hear those who are to be told."""
+    num_members = len(home.roster(home.paired_identity()).members())
     deadline_s = time.monotonic() + MEET_TIMEOUT_S
     while time.monotonic() < deadline_s:
         alive = [m for m in client.status()["members"] if m["state"] == "alive"]

@@ -304,7 +304,7 @@ class Meeting:
         except ProtocolError as error:
             if ask.address in self._lasting:
                 self.noticed.say_once(f"--peer {error}")
-            log.info("no hello from %s: %s", ask.address, error)
+            log.debug("no hello from %s: %s", ask.address, error)
             self._failed(ask, Failure.FOREIGN)
         except ExoTrainError as error:
             log.debug("no hello from %s: %s", ask.address, error)
@@ -343,6 +343,8 @@ class Meeting:
                 )
         except grpc.RpcError as error:
             raise refusal_of(error, ask.address) from None
+        except ValueError:  # gRPC's word for a channel that another thread has closed meanwhile
+            raise PeerError(f"the channel to {ask.address} was closed") from None
         self._take_reply(ask, proven.node_id, reply, rtt_s=rtt_s)
 
     def _take_reply(self, ask: Ask, node_id: NodeId, reply: pb.HelloReply, *, rtt_s: float) -> None:

@@ -40,17 +40,30 @@ def wait_candidates(
         status = client.status()
         live = [m for m in status["members"] if m["state"] == "alive"]
         own = next(m for m in live if m["id"] == status["self"])
-        chosen, missing = _choose(live, config.devices)
+        usable = _usable(live, own)
+        chosen, missing = _choose(usable, config.devices)
         settled = own["since_s"] >= SETTLE_S or bool(config.devices) or config.min_devices > 1
         if not missing and len(chosen) >= config.min_devices and settled:
+            if not config.devices:
+                _note_left_out(live, usable, own, on_note)
             _note_versions(chosen, own, on_note)
             return _candidates(chosen), status
         if time.monotonic() > deadline_s:
-            raise PeerError(_missing_sentence(config, live, missing))
+            raise PeerError(_missing_sentence(config, live, usable, missing))
         if not said and (missing or len(chosen) < config.min_devices):
             said = True
             on_note(f"waiting up to {config.device_wait_s:.0f} s for {_wanted(config, missing)}")
         time.sleep(POLL_S)
+
+
+def _usable(live: list[dict[str, Any]], own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Give those that can be connected to; when this device cannot be, it can train just alone.
+
+    Others fetch the model from it, and connect to their neighbours.
+    """
+    if own["unreachable"]:
+        return [own]
+    return [m for m in live if not m["unreachable"]]
 
 
 def _choose(
@@ -95,13 +108,43 @@ def _wanted(config: TrainConfig, missing: list[str]) -> str:
     return ", ".join(missing) if missing else f"{config.min_devices} devices"
 
 
-def _missing_sentence(config: TrainConfig, live: list[dict[str, Any]], missing: list[str]) -> str:
-    here = ", ".join(str(m["name"]) for m in live)
+def _missing_sentence(
+    config: TrainConfig,
+    live: list[dict[str, Any]],
+    usable: list[dict[str, Any]],
+    missing: list[str],
+) -> str:
+    here = ", ".join(str(m["name"]) for m in usable)
+    cut_off = [m["name"] for m in live if m["unreachable"]]
+    doctor = f"; others cannot connect to {_names(cut_off)}: run `exo-train doctor` there"
     return (
         f"{_wanted(config, missing)} wanted, but after {config.device_wait_s:.0f} s only these are "
-        f"here: {here}; start `exo-train join` on the others, or name one with "
-        f"`join --peer HOST:PORT` where multicast does not pass"
+        f"here: {here}{doctor if cut_off else ''}; start `exo-train join` on the others, or name "
+        f"one with `join --peer HOST:PORT` where multicast does not pass"
     )
+
+
+def _note_left_out(
+    live: list[dict[str, Any]],
+    usable: list[dict[str, Any]],
+    own: dict[str, Any],
+    on_note: Callable[[str], None],
+) -> None:
+    left_out = [m["name"] for m in live if m not in usable]
+    if left_out and own["unreachable"]:
+        on_note(
+            f"others cannot connect to this device, so it trains without {_names(left_out)}; "
+            f"`exo-train doctor` says what to do"
+        )
+    elif left_out:
+        on_note(
+            f"others cannot connect to {_names(left_out)}, so this run goes without; run "
+            f"`exo-train doctor` there"
+        )
+
+
+def _names(names: list[str]) -> str:
+    return " and ".join(names)
 
 
 def _note_versions(

@@ -44,7 +44,7 @@ class OwnDevice:
         self._options = options
         self.name = clean_name(options.name) if options.name else default_device_name()
         self._detect()
-        self.listen_hosts = listen_hosts(options.interface)
+        _ = self.listen_hosts
 
     def facts(self, node_id: NodeId) -> DeviceFacts:
         hardware = self._detect()
@@ -60,6 +60,11 @@ class OwnDevice:
             dtypes=hardware.dtypes,
             version=exo_train.__version__,
         )
+
+    @property
+    def listen_hosts(self) -> tuple[str, ...]:
+        """Give the hosts to bind; raises ConfigError while a named interface is away."""
+        return listen_hosts(self._options.interface)
 
     def usable(self) -> list[LocalAddress]:
         """Give the addresses to tell, best first; none while the named interface is away."""

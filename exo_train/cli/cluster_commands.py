@@ -17,14 +17,15 @@ from rich.console import Console
 from rich.live import Live
 
 from exo_train.agent.agent import Agent, JoinOptions
-from exo_train.agent.joining import become_member, leave_cluster
-from exo_train.agent.local_client import Invitation, LocalClient, own_agent
+from exo_train.agent.joining import become_member, leave_cluster, remove_member
+from exo_train.agent.local_client import Invitation, LocalClient
 from exo_train.cluster.hardware import parse_size
 from exo_train.cluster.home import Home, open_home
 from exo_train.errors import PeerError
 from exo_train.peer import Address
 from exo_train.ui.tables import status_screen
 
+EXIT_INTERRUPTED = 130
 REDRAW_S = 1.0
 INVITE_SCHEMA = 1
 
@@ -143,8 +144,7 @@ def remove(
     device: Annotated[str, typer.Argument(help="Its name, or the start of its id.")],
 ) -> None:
     """End another device's membership for good: all members refuse it from now on."""
-    with own_agent(open_home()) as client:
-        name, invited = client.remove(device)
+    name, invited = remove_member(open_home(), device)
     typer.echo(f"{name} is a member no more")
     if invited:
         typer.echo(f"it had invited {', '.join(invited)}: remove them too if you do not know them")
@@ -199,10 +199,15 @@ def _end_with_input(ended: threading.Event) -> None:
 
 
 def _end_signals() -> threading.Event:
-    """Give an event that Ctrl-C, a closed terminal or a termination request sets."""
+    """Give an event that Ctrl-C, a closed terminal or a termination request sets.
+
+    The second one ends the process at once: goodbyes may wait for devices that are gone.
+    """
     ended = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
+        if ended.is_set():
+            os._exit(EXIT_INTERRUPTED)  # workers end with their pipes
         ended.set()
 
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):

@@ -225,10 +225,10 @@ class Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
                     del self._under_way[caller]
 
     def _only(self, messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
-        for message in messages:
-            return message
-        sentence = "a call came without a message"
-        self.refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "malformed", sentence)
+        message = next(messages, None)
+        if message is None:  # the caller has gone, mostly: nothing to hold against it
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call came without a message")
+        return message
 
     def _messages(
         self, raw: Iterator[bytes], decode: Callable[..., Any], context: grpc.ServicerContext

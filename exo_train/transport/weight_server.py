@@ -51,20 +51,13 @@ class WeightServer:
         credentials: grpc.ServerCredentials | None = None,
         gate: Gate | None = None,
     ) -> None:
-        handler = grpc.unary_stream_rpc_method_handler(self._fetch)
-        service, method = FETCH_METHOD.strip("/").split("/")
-        self._server = new_server(
-            max_workers=MAX_FETCHES,
-            max_rpcs=MAX_FETCHES,
-            handlers=[grpc.method_handlers_generic_handler(service, {method: handler})],
-            interceptors=[gate] if gate else [],
-            name="weight-server",
-        )
+        self._credentials = credentials
+        self._gate = gate
         self._models: dict[str, _Model] = {}
         self._lock = threading.Lock()
-        port = bind_all(self._server, hosts, credentials=credentials)
-        self.addresses = tuple(Address(host, port) for host in hosts)
-        self._server.start()
+        self._servers: list[grpc.Server] = []
+        self.port = self._serve(hosts, 0)
+        self.addresses = tuple(Address(host, self.port) for host in hosts)
 
     def __enter__(self) -> WeightServer:
         return self
@@ -92,8 +85,28 @@ class WeightServer:
         with self._lock:
             self._models.pop(token, None)
 
+    def listen_also(self, hosts: Sequence[str]) -> None:
+        """Listen on further hosts, at the same port; raises PeerError when it is taken there."""
+        self._serve(hosts, self.port)
+
     def close(self) -> None:
-        self._server.stop(CLOSE_TIMEOUT_S).wait()
+        for stopping in [server.stop(CLOSE_TIMEOUT_S) for server in self._servers]:
+            stopping.wait()
+
+    def _serve(self, hosts: Sequence[str], port: int) -> int:
+        handler = grpc.unary_stream_rpc_method_handler(self._fetch)
+        service, method = FETCH_METHOD.strip("/").split("/")
+        server = new_server(
+            max_workers=MAX_FETCHES,
+            max_rpcs=MAX_FETCHES,
+            handlers=[grpc.method_handlers_generic_handler(service, {method: handler})],
+            interceptors=[self._gate] if self._gate else [],
+            name="weight-server",
+        )
+        bound = bind_all(server, hosts, port, credentials=self._credentials)
+        server.start()
+        self._servers.append(server)
+        return bound
 
     def _fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         request = data_pb2.FetchRequest()

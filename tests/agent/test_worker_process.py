@@ -15,11 +15,14 @@ import pytest
 
 from exo_train.agent.worker_process import WorkerProcess
 from exo_train.backends.registry import available_backends
-from exo_train.peer import Address
+from exo_train.cluster.home import Home
+from exo_train.peer import Address, NodeId
 from exo_train.transport.channel import open_channel
+from exo_train.transport.tls import MemberTls
 from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb.control_pb2_grpc import ControlStub
 from tests.agent.running_agents import RunningAgent, loopback_interface, wait_until
+from tests.paired_homes import admit
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("agents")]
 posix_only = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
@@ -116,7 +119,9 @@ def test_a_worker_that_does_not_listen_is_killed(talk: Talk) -> None:
 
 
 def test_the_real_worker_ends_with_its_input(tmp_path: Path) -> None:
-    talk = Talk(tmp_path, "exo_train.worker", "--cache", str(tmp_path))
+    home = Home(tmp_path / "home")
+    home.found()
+    talk = Talk(tmp_path, "exo_train.worker", "--home", str(home.path))
     first = pb.RunMessage.FromString(talk.messages.get(timeout=30))
     assert first.progress.phase == "starting"
     talk.worker.stop()
@@ -127,15 +132,25 @@ def test_a_wrong_start_of_the_real_worker_is_in_the_log(tmp_path: Path) -> None:
     talk = Talk(tmp_path, "exo_train.worker", "--no-such-option")
     assert "exit code 2" in talk.exit_reason()
     talk.worker.stop()
-    assert "--cache" in (tmp_path / "logs" / "worker.log").read_text()
+    assert "--home" in (tmp_path / "logs" / "worker.log").read_text()
 
 
 def prepare(agent: RunningAgent, **changed: str) -> pb.RunMessage:
     """Give the first message of a run's stream, as this agent takes it unless changed."""
     backend = available_backends()[0]
-    fields = {"backend": backend, "device": "cpu", "node_id": agent.id, "cluster": agent.cluster}
+    cluster = agent.home.paired_identity().cluster
+    fields = {"backend": backend, "device": "cpu", "node_id": agent.id, "cluster": cluster}
     body = pb.Prepare(**{**fields, **changed})
     return pb.RunMessage(run_id="r1", generation=1, rank=0, prepare=body)
+
+
+def channel_of_another_member(agent: RunningAgent) -> grpc.Channel:
+    """Open what a run's driver on another device would."""
+    home = Home(agent.root / "driver")
+    identity = admit(home, agent.home)
+    tls = MemberTls(identity, home.roster(identity).certificate).to(NodeId(agent.id))
+    address = Address("127.0.0.1", agent.port)
+    return open_channel(address, credentials=tls.credentials, tls_name=tls.name)
 
 
 @posix_only
@@ -143,7 +158,7 @@ def test_a_killed_agent_takes_its_worker_along(tmp_path: Path) -> None:
     options = ["--interface", loopback_interface()]
     agent = RunningAgent("keeper", tmp_path, f"test-{secrets.token_hex(4)}", options)
     agent.start()
-    channel = open_channel(Address("127.0.0.1", agent.port))
+    channel = channel_of_another_member(agent)
     try:
         requests: queue.SimpleQueue[pb.RunMessage | None] = queue.SimpleQueue()
         requests.put(prepare(agent))
@@ -153,7 +168,8 @@ def test_a_killed_agent_takes_its_worker_along(tmp_path: Path) -> None:
             first = next(replies)
         assert first.WhichOneof("body") == "prepared"
         run = agent.status()["run"]
-        assert (run["id"], run["rank"]) == ("r1", 0)
+        assert (run["id"], run["generation"]) == ("r1", 1)
+        assert [(rank["name"], rank["rank"]) for rank in run["ranks"]] == [("keeper", 0)]
         worker = psutil.Process(run["worker_pid"])
         assert worker.is_running()
         agent.end(signal.SIGKILL)
@@ -169,7 +185,7 @@ def test_only_the_right_driver_gets_a_worker_and_takes_it_along(tmp_path: Path) 
     options = ["--interface", loopback_interface()]
     agent = RunningAgent("keeper", tmp_path, f"test-{secrets.token_hex(4)}", options)
     agent.start()
-    channel = open_channel(Address("127.0.0.1", agent.port))
+    channel = channel_of_another_member(agent)
     try:
         requests: queue.SimpleQueue[pb.RunMessage | None] = queue.SimpleQueue()
         for changed in ({"cluster": "next-door"}, {"node_id": "0" * 32}, {"backend": "jax"}):

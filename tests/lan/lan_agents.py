@@ -21,6 +21,7 @@ from exo_train.errors import PeerError
 from tests.agent.running_agents import RunningAgent, wait_until
 from tests.lan.inside import door
 from tests.lan.namespaces import SUBNET, Lan
+from tests.paired_homes import ensure_member
 
 MEET_WITHIN_S = 10.0
 LIVE = ("alive", "suspect")
@@ -33,6 +34,8 @@ def prepare_homes(agents: Sequence[LanAgent]) -> None:
     Called with all agents of the cluster so far, those started earlier first, before each start of
     new ones; a home that is prepared already is left alone.
     """
+    for agent in agents:
+        ensure_member(agent.home, root=agent.root, cluster=agent.cluster)
 
 
 class LanAgent(RunningAgent):

@@ -14,8 +14,10 @@ from exo_train.errors import ConfigError, InterruptedRunError, PeerError
 class Cluster:
     """Answers like a home's agent; the first device is this one."""
 
-    def __init__(self, *names: str, state: str = "alive") -> None:
+    def __init__(self, *names: str, state: str = "alive", unreachable: str = "") -> None:
         self.members = [member(name, index, state) for index, name in enumerate(names)]
+        for one in self.members:
+            one["unreachable"] = one["name"] in unreachable.split()
 
     def status(self) -> dict[str, Any]:
         return {"self": self.members[0]["id"], "members": self.members, "cluster": "home"}
@@ -36,10 +38,15 @@ def member(name: str, index: int, state: str) -> dict[str, Any]:
     }
 
 
+def choose(cluster: Cluster, **options: Any) -> tuple[list[str], list[str]]:
+    """Give the names that a run gets, and what its user is told."""
+    config, notes = TrainConfig(**{"device_wait_s": 0.01, **options}), []
+    found, _ = wait_candidates(cluster, config, on_note=notes.append)  # type: ignore[arg-type]
+    return [candidate.name for candidate in found], notes
+
+
 def names(cluster: Cluster, **options: Any) -> list[str]:
-    config = TrainConfig(**{"device_wait_s": 0.01, **options})
-    found, _ = wait_candidates(cluster, config)  # type: ignore[arg-type]
-    return [candidate.name for candidate in found]
+    return choose(cluster, **options)[0]
 
 
 def test_all_live_members_or_just_the_named_ones() -> None:
@@ -68,6 +75,31 @@ def test_a_name_that_two_devices_have_is_refused_and_an_id_is_not() -> None:
         names(cluster, devices=("pc",))
     assert names(cluster, devices=("attic", "20000000")) == ["attic", "pc"]
     assert names(cluster) == ["attic", "pc (10000000)", "pc (20000000)"]
+
+
+def test_a_device_that_cannot_be_connected_to_gets_no_place_and_is_named() -> None:
+    cluster = Cluster("attic", "desk", "hall", unreachable="desk")
+    found, notes = choose(cluster)
+    assert found == ["attic", "hall"]
+    assert notes == [
+        "others cannot connect to desk, so this run goes without; run `exo-train doctor` there"
+    ]
+    with pytest.raises(PeerError, match=r"3 devices wanted.*here: attic, hall; others cannot"):
+        names(cluster, min_devices=3)
+    with pytest.raises(PeerError, match=r"desk wanted.*cannot connect to desk: run .* there; sta"):
+        names(cluster, devices=("attic", "desk"))
+    assert choose(cluster, devices=("attic", "hall")) == (["attic", "hall"], [])
+
+
+def test_whoever_cannot_be_connected_to_trains_alone() -> None:
+    cluster = Cluster("attic", "desk", "hall", unreachable="attic")
+    found, notes = choose(cluster)
+    assert found == ["attic"]
+    (note,) = notes
+    assert note.startswith("others cannot connect to this device, so it trains without desk and")
+    with pytest.raises(PeerError, match=r"desk wanted.*others cannot connect to attic"):
+        names(cluster, devices=("attic", "desk"))
+    assert choose(Cluster("attic", unreachable="attic")) == (["attic"], [])
 
 
 def test_waiting_can_be_stopped() -> None:
