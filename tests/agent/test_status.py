@@ -1,0 +1,253 @@
+"""`status`: what each member tells of all, and that it is the same story from each."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import queue
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exo_train.agent import run_session
+from exo_train.agent.worker_process import WorkerProcess
+from exo_train.backends.registry import available_backends
+from exo_train.cluster.home import Home
+from exo_train.cluster.member import view_hash
+from exo_train.wire.pb import control_pb2 as pb
+from tests.agent.agents_here import ByHand, Here, wait_all_alive, wait_states
+from tests.agent.conftest import Command, Join
+from tests.agent.running_agents import wait_until
+from tests.paired_homes import ensure_member
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("agents-here")]
+
+STATUS_KEYS = {
+    "schema", "cluster", "self", "members", "links", "view_hash", "other_clusters", "run",
+}  # fmt: skip
+MEMBER_KEYS = {
+    "id", "name", "state", "since_s", "slow", "unreachable", "waiting", "backend", "device", "chip",
+    "memory_bytes", "free_memory_bytes", "usable_memory_bytes", "dtypes", "version",
+    "clock_skew_s", "addresses", "run",
+}  # fmt: skip
+LINK_KEYS = {
+    "ends", "kind", "interface", "rtt_s", "jitter_s", "bytes_per_s", "trouble", "line",
+}  # fmt: skip
+PHASE = "step 12: waiting for activation 3 from den"
+WORKER = f"""
+import sys, time
+from exo_train.wire.framing import frame, read_message
+from exo_train.wire.pb import control_pb2 as pb
+said = pb.RunMessage(progress=pb.Progress(phase={PHASE!r}, phase_limit_s=600))
+sys.stdout.buffer.write(frame(said.SerializeToString())); sys.stdout.buffer.flush()
+while read_message(sys.stdin.buffer) is not None:
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("status")
+
+
+@pytest.fixture(scope="module")
+def three(root: Path) -> Iterator[tuple[Here, Here, Here]]:
+    """Three members that have met and measured all their links."""
+    with contextlib.ExitStack() as stack:
+        agents: list[Here] = []
+        for name in ("studio", "den", "laptop"):
+            home = Home(root / name)
+            ensure_member(home, root=root, cluster="tests")
+            here = Here(home, name, *(other.port for other in agents[:1]))
+            stack.enter_context(here.agent)
+            agents.append(here)
+        wait_all_alive(*agents)
+
+        def all_links() -> list[int]:
+            return [len(here.agent.status()["links"]) for here in agents]
+
+        wait_until(lambda: all_links() == [3, 3, 3], 30.0, lambda: str(all_links()))
+        wait_until(lambda: len({told_links(h) for h in agents}) == 1, 10.0, lambda: "links differ")
+        studio, den, laptop = agents
+        yield studio, den, laptop
+
+
+def told_links(here: Here) -> str:
+    return json.dumps(here.agent.status()["links"])
+
+
+def same_of_all(status: dict[str, Any]) -> dict[str, Any]:
+    """Give what must not depend on who is asked: no ages, no clocks, no order of addresses."""
+    of_viewer = {"since_s", "clock_skew_s", "slow", "waiting", "addresses", "free_memory_bytes"}
+    of_viewer |= {"usable_memory_bytes", "run"}
+    members = [
+        {
+            **{k: v for k, v in member.items() if k not in of_viewer},
+            "addresses": sorted(member["addresses"]),
+        }
+        for member in status["members"]
+    ]
+    kept = ("schema", "cluster", "view_hash", "links", "other_clusters")
+    return {**{key: status[key] for key in kept}, "members": members}
+
+
+def test_all_fields_of_the_contract_are_there_with_values_that_make_sense(
+    three: tuple[Here, Here, Here], command: Command
+) -> None:
+    studio, den, laptop = three
+    done = command(den.home, "status", "--json")
+    assert done.code == 0
+    status = json.loads(done.out)
+    assert status.keys() == STATUS_KEYS
+    assert (status["schema"], status["self"], status["run"]) == (1, den.id, None)
+    assert status["cluster"] == den.agent.admissions.identity.cluster
+    assert [m["id"] for m in status["members"]] == sorted(here.id for here in three)
+    for member in status["members"]:
+        assert member.keys() == MEMBER_KEYS
+        assert member["state"] == "alive"
+        assert 0 < member["usable_memory_bytes"] <= member["memory_bytes"]
+        assert 0 < member["free_memory_bytes"] <= member["memory_bytes"]
+        assert 0 <= member["since_s"] < 120
+        assert member["dtypes"][0] in ("fp32", "bf16", "fp16")
+        assert member["backend"] in ("mlx", "torch")
+        assert abs(member["clock_skew_s"]) < 1
+        assert (member["slow"], member["unreachable"], member["waiting"]) == (False, False, "")
+        assert member["run"] is None
+    ports = {m["name"]: m["addresses"][0].rpartition(":")[2] for m in status["members"]}
+    assert ports == {here.name: str(here.port) for here in (studio, den, laptop)}
+
+
+def test_the_story_is_the_same_from_every_member(three: tuple[Here, Here, Here]) -> None:
+    stories = [same_of_all(here.agent.status()) for here in three]
+    assert stories[0] == stories[1] == stories[2]
+    expected = view_hash((here.id, here.agent.introduce().incarnation) for here in three)
+    assert stories[0]["view_hash"] == expected
+
+
+def test_each_pair_has_one_link_with_its_numbers(three: tuple[Here, Here, Here]) -> None:
+    links = three[0].agent.status()["links"]
+    names = {here.id: here.name for here in three}
+    pairs = {tuple(sorted(end["name"] for end in link["ends"])) for link in links}
+    assert pairs == {("den", "laptop"), ("den", "studio"), ("laptop", "studio")}
+    for link in links:
+        assert link.keys() == LINK_KEYS
+        assert [names[end["id"]] for end in link["ends"]] == [end["name"] for end in link["ends"]]
+        assert link["ends"][0]["id"] < link["ends"][1]["id"], "the smaller id measures, for both"
+        assert {end["host"] for end in link["ends"]} <= {"127.0.0.1", "::1"}
+        assert 0 < link["rtt_s"] < 0.5
+        assert 0 <= link["jitter_s"] < 0.5
+        assert all(speed > 1e6 for speed in link["bytes_per_s"])
+        assert link["trouble"] == ""
+        first, second = (end["name"] for end in link["ends"])
+        assert link["line"].startswith(f"{first} ⇄ {second}  loopback  ")
+        assert link["line"].endswith(" ms")
+
+
+def test_the_screen_names_devices_links_and_memory(
+    three: tuple[Here, Here, Here], command: Command
+) -> None:
+    studio, *_ = three
+    done = command(studio.home, "status")
+    assert done.code == 0
+    status = studio.agent.status()
+    assert f"view {status['view_hash']}" in done.out
+    assert f"cluster {status['cluster'][:8]}" in done.out
+    assert "studio (this one)" in done.out
+    for here in three:
+        assert here.id[:8] in done.out
+    for link in status["links"]:
+        assert link["line"].split("  ")[0] in done.out
+    assert "GB" in done.out
+
+
+@pytest.fixture
+def stand_in_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that waits within a step, so that no tensor framework is loaded."""
+    (tmp_path / "waiting_worker.py").write_text(textwrap.dedent(WORKER))
+    repository = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{repository}")
+    child = functools.partial(WorkerProcess, module="waiting_worker")
+    monkeypatch.setattr(run_session, "WorkerProcess", child)
+
+
+def test_a_run_is_told_by_all_with_what_it_waits_for_and_until_when(
+    three: tuple[Here, Here, Here], tmp_path: Path, stand_in_worker: None, command: Command
+) -> None:
+    """Also by the studio, which has no part in it."""
+    studio, den, laptop = three
+    driver = ByHand.invited_by(studio, tmp_path / "driver")
+    ended: queue.SimpleQueue[pb.RunMessage | None] = queue.SimpleQueue()
+    with contextlib.ExitStack() as stack:
+        for rank, here in enumerate((den, laptop)):
+            prepare = pb.Prepare(
+                backend=available_backends()[0],
+                device="cpu",
+                node_id=here.id,
+                cluster=driver.identity.cluster,
+            )
+            first = pb.RunMessage(run_id="r1", generation=3, rank=rank, prepare=prepare)
+            requests: queue.SimpleQueue[pb.RunMessage | None] = queue.SimpleQueue()
+            requests.put(first)
+            call = stack.enter_context(driver.control_of(here)).Run(iter(requests.get, None))
+            stack.callback(call.cancel)
+            stack.callback(requests.put, None)
+
+        def ranks(here: Here) -> list[tuple[str, int, str]]:
+            run = here.agent.status()["run"] or {"ranks": []}
+            return [(rank["name"], rank["rank"], rank["phase"]) for rank in run["ranks"]]
+
+        wanted = [("den", 0, PHASE), ("laptop", 1, PHASE)]
+        wait_until(
+            lambda: all(ranks(here) == wanted for here in three),
+            10.0,
+            lambda: str([ranks(here) for here in three]),
+        )
+        for here in three:
+            run = here.agent.status()["run"]
+            assert run.keys() == {"id", "generation", "ranks", "worker_pid"}
+            assert (run["id"], run["generation"]) == ("r1", 3)
+            assert (run["worker_pid"] is None) == (here is studio)
+            for rank in run["ranks"]:
+                assert 0 <= rank["phase_age_s"] < 30
+                assert rank["phase_left_s"] == pytest.approx(600 - rank["phase_age_s"], abs=0.2)
+            assert here.row("studio")["run"] is None
+            assert here.row("laptop")["run"]["rank"] == 1
+        shown = command(studio.home, "status").out
+        assert "run r1:" in shown
+        assert f"  den (rank 0): {PHASE} (since " in shown
+        assert " s, for 59" in shown
+    ended.put(None)
+    wait_until(
+        lambda: all(here.agent.status()["run"] is None for here in three),
+        10.0,
+        lambda: str([here.agent.status()["run"] for here in three]),
+    )
+
+
+def test_who_answers_late_is_called_slow_and_stays_a_member(join: Join) -> None:
+    studio, den = join("studio"), join("den")
+    answer, is_late = den.agent.meeting.hello, [True]
+
+    def late(request: pb.HelloRequest) -> pb.HelloReply:
+        if is_late[0]:
+            pause.wait(1.3)
+        return answer(request)
+
+    import threading
+
+    pause = threading.Event()
+    den.agent.meeting.hello = late  # type: ignore[method-assign]
+    studio.agent.meeting.suggest(den.agent.introduce().addresses[0], None)
+    wait_until(
+        lambda: studio.states().get("den") == "alive" and studio.row("den")["slow"],
+        10.0,
+        lambda: str(studio.agent.status()["members"]),
+    )
+    is_late[0] = False
+    pause.set()
+    wait_until(lambda: not studio.row("den")["slow"], 10.0, lambda: "still slow")
+    wait_states(studio, {"studio": "alive", "den": "alive"})
