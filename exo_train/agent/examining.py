@@ -25,15 +25,17 @@ from exo_train.agent.examination import (
 )
 from exo_train.cluster.checks.peers import DialFailure
 from exo_train.cluster.interfaces import local_addresses
+from exo_train.cluster.member import MemberState
 from exo_train.cluster.whom_to_ask import Failure
 from exo_train.peer import Address
 
 if TYPE_CHECKING:
     from exo_train.agent.agent import Agent
 
+_LEFT = MemberState.LEFT
 FAILURES: dict[Failure, DialFailure] = {
     Failure.REFUSED: "refused",
-    Failure.ACCEPTED: "timed out",
+    Failure.ACCEPTED: "mute",
     Failure.SILENT: "timed out",
     Failure.NO_ROUTE: "no route",
     Failure.FOREIGN: "foreign",
@@ -46,6 +48,7 @@ def examine(agent: Agent) -> Examination:
     status = agent.status()
     names = {row["id"]: row["name"] for row in status["members"]}
     announced = {seen.node_id for seen in heard.seen}
+    met = {m.facts.node_id for m in agent.meeting.members() if m.answers or m.state is _LEFT}
     content: Examination = {
         "schema": EXAMINATION_SCHEMA,
         "status": status,
@@ -71,6 +74,7 @@ def examine(agent: Agent) -> Examination:
                 is_expected=not one.node_id or one.node_id in announced,
             )
             for one in agent.meeting.noticed.not_met()
+            if one.node_id not in met  # at another address, or it has said goodbye
         ],
         "not_announced": [
             NotAnnouncedSeen(member=m.facts.name, address=str(m.proven[0]))

@@ -25,13 +25,15 @@ from exo_train.cluster.links import LinkTable, Way
 from exo_train.cluster.member import Member
 from exo_train.errors import PeerError, ProtocolError
 from exo_train.peer import Address, NodeId
-from exo_train.transport.probe import measure
+from exo_train.transport.probe import ProbeBusyError, measure
+from exo_train.transport.reach import Reach, reach
 from exo_train.transport.tls import MemberTls
 from exo_train.wire.pb import control_pb2 as pb
 
 Outcome = Literal["connected", "refused", "timed out", "no route"]
 
 LOOK_S = 1.0
+REACH_TIMEOUT_S = 0.7
 DIAL_BACK_AGAIN_S = 60.0
 MAX_ASKED = 3  # members that dial back; one may be behind a bad cable itself
 OUTCOMES: dict[pb.DialOutcome, Outcome] = {
@@ -122,6 +124,9 @@ class Survey:
         """Bring the table up to date with who is there and what leads to them."""
         among, now_s = local_addresses(), time.monotonic()
         live = {member.facts.node_id for member in members}
+        failed: dict[NodeId | None, list[Address]] = {}
+        for one in self._meeting.noticed.not_met():
+            failed.setdefault(one.node_id, []).append(one.address)
         for node_id in self._followed - live:
             with self._lock:
                 self._table.forget(node_id)
@@ -138,6 +143,8 @@ class Survey:
             with self._lock:
                 self._table.heard(node_id, links)
                 self._table.follow(node_id, ways, now_s=now_s)
+                for address in failed.get(node_id, ()):
+                    self._table.doubt(node_id, address, now_s=now_s)
 
     def _way(self, address: Address, among: list[LocalAddress]) -> Way | None:
         own = interface_towards(address.host, among=among)
@@ -149,10 +156,17 @@ class Survey:
 
     def _measure(self, peer_id: NodeId, way: Way) -> None:
         try:
+            # Most ways that lead nowhere (a link-local address in another zone) show it at once.
+            if reach(way.address, timeout_s=REACH_TIMEOUT_S) is not Reach.CONNECTED:
+                raise PeerError("nothing answers there")
             tls = self._tls.to(peer_id)
             found = measure(way.address, credentials=tls.credentials, tls_name=tls.name)
+        except ProbeBusyError:
+            with self._lock:
+                self._table.postpone(peer_id, way, now_s=time.monotonic())
+            return
         except PeerError as error:
-            log.info("the way to %s by %s cannot be measured: %s", peer_id[:8], way.address, error)
+            log.debug("the way to %s by %s: %s", peer_id[:8], way.address, error)
             with self._lock:
                 self._table.failed(peer_id, way, now_s=time.monotonic())
             return

@@ -174,6 +174,20 @@ class LinkTable:
         state.due_s = now_s + min(RETRY_S * 2 ** min(state.num_failures - 1, 10), AGAIN_S)
         self._choose(pair)
 
+    def postpone(self, peer_id: NodeId, way: Way, *, now_s: float) -> None:
+        """Take in that the other end measures just now: that says nothing about the way."""
+        _, state = self._end_measuring(peer_id, way)
+        if state is not None:
+            state.due_s = now_s + CONFIRM_S
+
+    def doubt(self, peer_id: NodeId, address: Address, *, now_s: float) -> None:
+        """Take in that a call by the pinned way failed: look at it again soon."""
+        pair = self._pairs.get(peer_id)
+        if pair is not None and pair.pinned is not None and pair.pinned.address == address:
+            state = pair.ways[pair.pinned]
+            soonest_s = state.measured_s + CONFIRM_S
+            state.due_s = min(state.due_s, max(now_s, soonest_s))
+
     def heard(self, measurer_id: NodeId, links: Sequence[LinkFacts]) -> None:
         """Take in the links that a live member has chosen; those that are not its own to
         measure are left out.

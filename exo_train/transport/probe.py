@@ -64,6 +64,10 @@ END_MARGIN_S = 0.05  # for closing, inside the budget
 MAX_BYTES_PER_S = 1e11  # beyond any network at home: a clock that stood still
 
 
+class ProbeBusyError(PeerError):
+    """The other end measures already; it says nothing about the way."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """`jitter_s` is the 95th percentile of round trips less the median; 0 bytes/s: none passed.
@@ -119,8 +123,8 @@ def measure(
 ) -> Measurement:
     """Measure over connections of its own, within `budget_s`.
 
-    Raises PeerError when not even small messages come back, ProtocolError when they come back
-    changed.
+    Raises PeerError when not even small messages come back, ProbeBusyError when the other end is
+    in other probes, ProtocolError when messages come back changed.
     """
     end_s = time.monotonic() + budget_s - END_MARGIN_S
     with contextlib.ExitStack() as stack:
@@ -141,7 +145,8 @@ def measure(
             limit_s = end_s - time.monotonic()
             from_peer = _fill(channel, _download, limit_s=limit_s, rtt_s=rtt_s)
         except grpc.RpcError as error:
-            raise PeerError(
+            kind = ProbeBusyError if _is_busy(error) else PeerError
+            raise kind(
                 f"The way to {address} cannot be measured ({break_reason(error)}); it is tried "
                 f"again later"
             ) from None
@@ -179,6 +184,10 @@ def _answers(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterat
                 yield filling
         else:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no message of a probe")
+
+
+def _is_busy(error: grpc.RpcError) -> bool:
+    return isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def _refuse(context: grpc.ServicerContext, sentence: str) -> NoReturn:

@@ -28,7 +28,8 @@ def _members_table(status: dict[str, Any]) -> Table:
         usable, free, all_ = (
             member[f"{kind}memory_bytes"] / 1e9 for kind in ("usable_", "free_", "")
         )
-        table.add_row(
+        _add_row(
+            table,
             f"{member['name']}{own}\n{member['id'][:8]}",
             "alive, slow" if member["slow"] else member["state"],
             _age(member["since_s"]),
@@ -74,7 +75,8 @@ def verify_table(report: dict[str, Any]) -> Table:
     for heading in ("rank", "device", "backend", "layers", "largest gradient error", "verdict"):
         table.add_column(heading, overflow="fold")
     for stage in report["stages"]:
-        table.add_row(
+        _add_row(
+            table,
             str(stage["rank"]),
             stage["name"],
             stage["backend"],
@@ -95,7 +97,8 @@ def plan_table(report: dict[str, Any]) -> Table:
         ends = [word for word in ("embedding", "head") if stage[word]]
         share = stage["time_s"] / report["period_s"] if report["period_s"] else 0.0
         needed, usable = stage["memory_bytes"] / 1e9, stage["usable_memory_bytes"] / 1e9
-        table.add_row(
+        _add_row(
+            table,
             stage["device"],
             ", ".join([f"{start}–{end - 1}", *ends]),
             f"{needed:.1f} of {usable:.1f} GB",
@@ -112,13 +115,19 @@ def candidates_table(report: dict[str, Any]) -> Table:
         table.add_column(heading, overflow="fold")
     for candidate in report["candidates"]:
         step_s = candidate["step_s"]
-        table.add_row(
+        _add_row(
+            table,
             candidate["strategy"],
             ", ".join(candidate["devices"]),
             "does not fit" if step_s is None else f"{step_s:.2f} s",
             candidate["note"].split(";")[0],
         )
     return table
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    """Add cells as they are: a device's name may look like rich's markup."""
+    table.add_row(*(Text(cell) for cell in cells))
 
 
 def _number(value: float | None, form: str) -> str:

@@ -174,7 +174,14 @@ class ByHand:
         yield port
         server.stop(0).wait()
 
-    def facts(self, name: str = "stranger") -> DeviceFacts:
+    def goodbye(self, *, incarnation: int = 1, cluster: str = "") -> pb.GoodbyeRequest:
+        return pb.GoodbyeRequest(
+            cluster=cluster or self.identity.cluster,
+            node_id=self.identity.node_id,
+            incarnation=incarnation,
+        )
+
+    def facts(self, name: str) -> DeviceFacts:
         return DeviceFacts(
             node_id=self.identity.node_id,
             name=name,
@@ -188,9 +195,9 @@ class ByHand:
             version="0.1.0",
         )
 
-    def says(self, *, incarnation: int = 1, **given: Any) -> pb.NodeFacts:
+    def says(self, *, name: str = "stranger", incarnation: int = 1, **given: Any) -> pb.NodeFacts:
         told = Introduction(
-            facts=self.facts(),
+            facts=self.facts(name),
             incarnation=incarnation,
             instance="01" * 8,
             addresses=given.pop("addresses", ()),

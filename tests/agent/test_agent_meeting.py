@@ -124,20 +124,14 @@ def test_facts_that_make_no_sense_are_refused(
 def test_a_late_hello_does_not_undo_a_goodbye(join: Join, tmp_path: Path) -> None:
     here = join("first")
     stranger = ByHand.invited_by(here, tmp_path / "stranger")
-
-    def goodbye(cluster: str, incarnation: int) -> pb.GoodbyeRequest:
-        own_id = stranger.identity.node_id
-        return pb.GoodbyeRequest(cluster=cluster, node_id=own_id, incarnation=incarnation)
-
-    cluster = stranger.identity.cluster
     with stranger.control_of(here) as stub:
         stub.Hello(stranger.hello(incarnation=4), timeout=5)
         assert here.states() == {"first": "alive", "stranger": "alive"}
-        stub.Goodbye(goodbye("next-door", 4), timeout=5)
+        stub.Goodbye(stranger.goodbye(cluster="next-door", incarnation=4), timeout=5)
         assert here.states()["stranger"] == "alive", "a goodbye from another cluster is not ours"
-        stub.Goodbye(goodbye(cluster, 3), timeout=5)
+        stub.Goodbye(stranger.goodbye(incarnation=3), timeout=5)
         assert here.states()["stranger"] == "alive", "a goodbye of the start before is late"
-        stub.Goodbye(goodbye(cluster, 4), timeout=5)
+        stub.Goodbye(stranger.goodbye(incarnation=4), timeout=5)
         stub.Hello(stranger.hello(incarnation=4), timeout=5)
         assert here.states()["stranger"] == "left"
         stub.Hello(stranger.hello(incarnation=5), timeout=5)

@@ -7,6 +7,7 @@ import functools
 import json
 import queue
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from exo_train.agent.worker_process import WorkerProcess
 from exo_train.backends.registry import available_backends
 from exo_train.cluster.home import Home
 from exo_train.cluster.member import view_hash
+from exo_train.cluster.membership import SLOW_RTT_S
 from exo_train.wire.pb import control_pb2 as pb
 from tests.agent.agents_here import ByHand, Here, wait_all_alive, wait_states
 from tests.agent.conftest import Command, Join
@@ -180,7 +182,6 @@ def test_a_run_is_told_by_all_with_what_it_waits_for_and_until_when(
     """Also by the studio, which has no part in it."""
     studio, den, laptop = three
     driver = ByHand.invited_by(studio, tmp_path / "driver")
-    ended: queue.SimpleQueue[pb.RunMessage | None] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
         for rank, here in enumerate((den, laptop)):
             prepare = pb.Prepare(
@@ -220,7 +221,6 @@ def test_a_run_is_told_by_all_with_what_it_waits_for_and_until_when(
         assert "run r1:" in shown
         assert f"  den (rank 0): {PHASE} (since " in shown
         assert " s, for 59" in shown
-    ended.put(None)
     wait_until(
         lambda: all(here.agent.status()["run"] is None for here in three),
         10.0,
@@ -230,16 +230,12 @@ def test_a_run_is_told_by_all_with_what_it_waits_for_and_until_when(
 
 def test_who_answers_late_is_called_slow_and_stays_a_member(join: Join) -> None:
     studio, den = join("studio"), join("den")
-    answer, is_late = den.agent.meeting.hello, [True]
+    answer, is_quick = den.agent.meeting.hello, threading.Event()
 
     def late(request: pb.HelloRequest) -> pb.HelloReply:
-        if is_late[0]:
-            pause.wait(1.3)
+        is_quick.wait(SLOW_RTT_S + 0.3)
         return answer(request)
 
-    import threading
-
-    pause = threading.Event()
     den.agent.meeting.hello = late  # type: ignore[method-assign]
     studio.agent.meeting.suggest(den.agent.introduce().addresses[0], None)
     wait_until(
@@ -247,7 +243,6 @@ def test_who_answers_late_is_called_slow_and_stays_a_member(join: Join) -> None:
         10.0,
         lambda: str(studio.agent.status()["members"]),
     )
-    is_late[0] = False
-    pause.set()
+    is_quick.set()
     wait_until(lambda: not studio.row("den")["slow"], 10.0, lambda: "still slow")
     wait_states(studio, {"studio": "alive", "den": "alive"})

@@ -50,16 +50,19 @@ def is_tcp_syn_to(frame: bytes, port: int) -> bool:
 
 
 def reset_answer(syn: bytes) -> bytes:
-    """Make the frame by which the receiver of an IPv4 SYN refuses the connection."""
+    """Make the frame by which the receiver of a SYN refuses the connection."""
     _, start = _transport(syn)
     source, target, sequence = struct.unpack("!HHI", syn[start : start + 8])
     port_part = struct.pack("!HHIIBBHHH", target, source, 0, sequence + 1, 0x50, RST | ACK, 0, 0, 0)
-    hosts = syn[30:34] + syn[26:30]
+    hosts = syn[38:54] + syn[22:38] if is_ipv6(syn) else syn[30:34] + syn[26:30]
     pseudo = hosts + struct.pack("!HH", TCP, len(port_part))
     checksum = struct.pack("!H", _checksum(pseudo + port_part))
     port_part = port_part[:16] + checksum + port_part[18:]
-    head = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(port_part), 0, 0, 64, TCP, 0) + hosts
-    head = head[:10] + struct.pack("!H", _checksum(head)) + head[12:]
+    if is_ipv6(syn):
+        head = struct.pack("!IHBB", 6 << 28, len(port_part), TCP, 64) + hosts
+    else:
+        head = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(port_part), 0, 0, 64, TCP, 0) + hosts
+        head = head[:10] + struct.pack("!H", _checksum(head)) + head[12:]
     return syn[6:12] + syn[:6] + syn[12:14] + head + port_part
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import secrets
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,10 +24,13 @@ from tests.agent.running_agents import RunningAgent, wait_until
 from tests.lan.inside import door
 from tests.lan.namespaces import SUBNET, Lan
 from tests.paired_homes import ensure_member
+from tests.tiny_models import make_tiny_model
 
 MEET_WITHIN_S = 10.0
 LIVE = ("alive", "suspect")
 WIDE = "1000"
+NUM_LAYERS, NUM_STEPS = 5, 3
+TRAIN_TIMEOUT_S = 90
 
 
 def prepare_homes(agents: Sequence[LanAgent]) -> None:
@@ -35,7 +40,8 @@ def prepare_homes(agents: Sequence[LanAgent]) -> None:
     new ones; a home that is prepared already is left alone.
     """
     for agent in agents:
-        ensure_member(agent.home, root=agent.root, cluster=agent.cluster)
+        if agent.is_paired:
+            ensure_member(agent.home, root=agent.root, cluster=agent.cluster)
 
 
 class LanAgent(RunningAgent):
@@ -81,6 +87,39 @@ class LanAgent(RunningAgent):
             lambda: f"{self.name} has no line with {words}: {self.output}",
         )
 
+    def invite(self) -> dict[str, Any]:
+        """Give what `exo-train invite --json` prints: a code, and where the pairing port is."""
+        done = self.run("invite", "--json")
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def doctor(self, *verdicts: str) -> tuple[int, list[dict[str, Any]]]:
+        """Give the exit code of `exo-train doctor --json` and its findings of these verdicts."""
+        done = self.run("doctor", "--json")
+        assert done.stdout, done.stderr
+        content = json.loads(done.stdout)
+        assert content["ok"] == (done.returncode == 0)
+        return done.returncode, [f for f in content["findings"] if f["verdict"] in verdicts]
+
+    def train(self, root: Path, *options: str) -> subprocess.CompletedProcess[str]:
+        """Run a tiny training from here; model and data are made under `root` at the first use."""
+        model, data = root / "model", root / "data.jsonl"
+        if not data.exists():
+            make_tiny_model(model, num_layers=NUM_LAYERS)
+            lines = [json.dumps({"text": f"the river {'on ' * n}and on"}) for n in range(8)]
+            data.write_text("\n".join(lines), "utf-8")
+        few = ("--steps", f"{NUM_STEPS}", "--batch-size", "4", "--dtype", "fp32")
+        command = self.command("train", str(model), "--data", str(data), *few, *options)
+        return subprocess.run(
+            command,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TRAIN_TIMEOUT_S,
+            check=False,
+        )
+
     def running(self) -> psutil.Process:
         """Give the agent's own process; `ip netns exec` and the shells became it."""
         assert self.process is not None
@@ -111,16 +150,20 @@ class LanAgents:
         hostname: str = "",
         household: str = "a",
         suffix: str = "",
+        is_paired: bool = True,
         wait: bool = True,
     ) -> list[LanAgent]:
         """Start agents of one household (a cluster), named by their hosts: host1, host2.
 
-        The same number again is the same device, restarted, unless `suffix` differs.
+        The same number again is the same device, restarted, unless `suffix` differs. One that is
+        not paired begins as people's devices do: it makes a cluster, or joins with a code.
         """
         agents = [
             self.prepare(n, options=options, hostname=hostname, household=household, suffix=suffix)
             for n in numbers
         ]
+        for agent in agents:
+            agent.is_paired = is_paired
         prepare_homes(self._households[household])
         for agent in agents:
             agent.launch()

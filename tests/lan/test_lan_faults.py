@@ -19,7 +19,8 @@ NUM_RESTARTS = 3
 MARGIN_S = 3.0
 LEAVE_HEARD_WITHIN_S = 2.0
 MAX_MORE_FILES = 12
-FORCED_END_S = 1.5
+FORCED_END_S = 1.0
+EXIT_INTERRUPTED = 130
 
 
 def test_a_power_cut_a_dead_cable_and_a_leave_are_noticed_and_mended(
@@ -110,7 +111,6 @@ def test_any_way_to_end_an_agent_ends_it_and_the_others_know(lan: Lan, launch: L
     assert "Traceback" not in one.output
 
 
-@pytest.mark.xfail(strict=False, reason="a second Ctrl-C waits like the first")
 def test_a_second_interrupt_ends_at_once(lan: Lan, launch: LanAgents) -> None:
     """L38: a goodbye to a stuck device need not be waited for."""
     for number in (1, 2):
@@ -124,7 +124,7 @@ def test_a_second_interrupt_ends_at_once(lan: Lan, launch: LanAgents) -> None:
     process.send_signal(signal.SIGINT)
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    process.wait(FORCED_END_S)
+    assert process.wait(FORCED_END_S) == EXIT_INTERRUPTED
     assert "Traceback" not in one.output
 
 
@@ -140,8 +140,9 @@ def test_who_was_away_is_met_again_at_once_and_where_it_is_now(lan: Lan, launch:
     lan.give_address(2, host(22))
     two.start()
     assert wait_all_see([one, two]) < 5.0
-    (address,) = one.members()[two.id]["addresses"]
-    assert address == f"{host(22)}:{two.port}"
+    addresses = one.members()[two.id]["addresses"]
+    assert f"{host(22)}:{two.port}" in addresses
+    assert not [a for a in addresses if a.startswith(f"{host(2)}:")]
 
 
 def _wait_left(observer: LanAgent, gone: LanAgent) -> None:

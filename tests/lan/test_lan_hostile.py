@@ -136,7 +136,6 @@ def test_connections_that_say_nothing_are_closed_and_cost_no_files(pair: Pair) -
         )
 
 
-@pytest.mark.xfail(strict=False, reason="there is no mutual TLS yet")
 def test_no_call_of_a_stranger_is_answered(pair: Pair) -> None:
     """L93: all methods of all services, on all ports that the host has open to others."""
     answered = []

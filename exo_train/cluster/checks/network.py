@@ -10,12 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from exo_train.cluster.checks.finding import Finding
+from exo_train.cluster.interface_kinds import LOOPBACK
 
 MDNS_PORT = 5353
 # RFC 8200, section 5: what every IPv6 link carries; TLS over less is needlessly slow, too.
 MIN_MTU_BYTES = 1280
 ETHERNET_MTU_BYTES = 1500
 SHOWN_ROUTES = 8
+# How `ip route` begins the lines of destinations that are forbidden.
+FORBIDDING_ROUTES = ("unreachable", "prohibit", "blackhole")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,11 @@ def check_interfaces(interfaces: Sequence[InterfaceFacts]) -> list[Finding]:
 def check_mtu(interfaces: Sequence[InterfaceFacts]) -> list[Finding]:
     """Find packet sizes that other devices may not be able to take."""
     found = []
-    used = {i.interface: i.mtu_bytes for i in interfaces if i.is_used and i.mtu_bytes}
+    used = {
+        i.interface: i.mtu_bytes
+        for i in interfaces
+        if i.is_used and i.mtu_bytes and i.kind != LOOPBACK
+    }
     for name, mtu_bytes in used.items():
         if mtu_bytes < MIN_MTU_BYTES:
             said = f"the MTU of {name} is {mtu_bytes} bytes, less than {MIN_MTU_BYTES}: it is slow"
@@ -229,9 +236,8 @@ def check_no_route(
             continue
         said = f'"no route to host" for {where}'
         if own:
-            said += (
-                f", though it lies in this device's own network {own}: a route or rule forbids it"
-            )
+            said += f", though it lies in this device's own network {own}: "
+            said += _own_network_cause(platform, routes)
             fix = _routes_fix(failure.host, platform)
         else:
             fix = "connect both devices to one network, or add a route between their networks"
@@ -239,6 +245,20 @@ def check_no_route(
             said += f". The routes are: {'; '.join(routes.splitlines()[:SHOWN_ROUTES])}"
         found.append(Finding("routes", "wrong", said, fix))
     return found
+
+
+def _own_network_cause(platform: str, routes: str) -> str:
+    """Say why a neighbour has no route: Linux says so, too, when nothing answers for its address.
+
+    Its `ip route` shows one family only and no rules, so that none forbids is never certain.
+    """
+    is_forbidden = any(line.startswith(FORBIDDING_ROUTES) for line in routes.splitlines())
+    if platform != "linux" or is_forbidden:
+        return "a route or rule forbids it"
+    return (
+        "nothing answers for it there (it is off, asleep, or an access point keeps the two "
+        "apart), or a route or rule forbids it"
+    )
 
 
 def check_send_permission(

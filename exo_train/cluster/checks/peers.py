@@ -15,8 +15,9 @@ CLOCK_SKEW_NOTE_S = 5.0
 SHOWN_ID_CHARS = 8
 DOCTOR_THERE = "run `exo-train doctor` on {name}"
 
-# "foreign": something answered, but not as a member of this cluster.
-DialFailure = Literal["refused", "timed out", "no route", "foreign"]
+# "mute": it takes connections and says nothing. "foreign": something answered, but not as a
+# member of this cluster.
+DialFailure = Literal["refused", "timed out", "mute", "no route", "foreign"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,12 @@ def check_not_met(failures: Sequence[NotMet], *, is_running: bool) -> list[Findi
                 f"it sleeps or is off, or a firewall there drops the packets"
             )
             fix = f"wake it up; if it is awake, {there} and let port {port} in"
+        elif failure.failure == "mute":
+            said = (
+                f"{device} takes connections at {address} and then says nothing: its agent is "
+                f"stopped or stuck, or large packets are lost on the way (MTU)"
+            )
+            fix = f"start exo-train anew on {device}; if that does not help, {there}"
         elif failure.failure == "foreign":
             said = f"what answers at {address} is not {device} of this cluster"
             fix = f"if {device} left or was removed, pair it again: exo-train invite"

@@ -338,3 +338,27 @@ def test_counts_from_the_network_are_bounded() -> None:
         table.failed(*found, now_s=MET_S)
         num_due += 1
     assert num_due == MAX_WAYS
+
+
+def test_a_pinned_way_by_which_a_call_failed_is_looked_at_again_at_once() -> None:
+    table = LinkTable(LOW)
+    table.follow(HIGH, [BOLT, AIR], now_s=0.0)
+    for _ in range(2):
+        due = table.next_due(now_s=MET_S, is_running=False)
+        assert due is not None
+        table.measured(HIGH, due[1], result(due[1], (9 if due[1] == BOLT else 1) * MB), now_s=MET_S)
+    later_s = MET_S + 60.0
+    assert table.next_due(now_s=later_s, is_running=False) is None
+    table.doubt(HIGH, AIR.address, now_s=later_s)
+    assert table.next_due(now_s=later_s, is_running=False) is None, "only the pinned one matters"
+    table.doubt(HIGH, BOLT.address, now_s=later_s)
+    assert table.next_due(now_s=later_s, is_running=False) == (HIGH, BOLT)
+
+
+def test_a_busy_other_end_is_no_failure_of_the_way() -> None:
+    table = LinkTable(LOW)
+    table.follow(HIGH, [BOLT], now_s=0.0)
+    assert table.next_due(now_s=MET_S, is_running=False) == (HIGH, BOLT)
+    table.postpone(HIGH, BOLT, now_s=MET_S)
+    assert table.next_due(now_s=MET_S + 1.0, is_running=False) is None
+    assert table.next_due(now_s=MET_S + 6.0, is_running=False) == (HIGH, BOLT)
