@@ -54,6 +54,7 @@ MAX_SEARCHES = 24  # the machine asks for fewer at once
 GOODBYE_TIMEOUT_S = 1.0
 SPREAD_TIMEOUT_S = 2.0
 DIAL_BACK_TIMEOUT_S = 5.0
+MAX_CLOCK_S = 1e11  # the year 5138
 FAILURES = {
     Reach.CONNECTED: Failure.ACCEPTED,
     Reach.REFUSED: Failure.REFUSED,
@@ -353,6 +354,8 @@ class Meeting:
         told = from_node_facts(reply.self)
         if told.facts.node_id != node_id or reply.cluster != self.cluster:
             raise NotTheDeviceError(f"{ask.address} claims to be another than it proves to be")
+        if not abs(reply.clock_s) < MAX_CLOCK_S:
+            raise ProtocolError(f"{ask.address} sent a clock that makes no sense")
         skew_s = reply.clock_s - (time.time() - rtt_s / 2)
         self.noticed.answered(ask.address)
         self.noticed.clock(node_id, told.facts.name, skew_s)

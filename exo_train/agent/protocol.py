@@ -24,6 +24,7 @@ MAX_TEXT_CHARS = 200
 MAX_ENDPOINTS = 32
 MAX_DTYPES = 8
 MAX_LINKS = 64
+MAX_FACTS_BYTES = 64 << 10  # they are told on to all others
 
 
 def greeting(
@@ -79,7 +80,8 @@ def from_node_facts(message: pb.NodeFacts) -> Introduction:
     """Read what a device says of itself; raises ProtocolError when it makes no sense."""
     texts = (message.name, message.backend, message.device, message.chip, message.version)
     if (
-        not is_node_id(message.node_id)
+        message.ByteSize() > MAX_FACTS_BYTES
+        or not is_node_id(message.node_id)
         or any(not _is_shown(text) for text in (*texts, *message.dtypes, message.instance))
         or len(message.dtypes) > MAX_DTYPES
         or len(message.endpoints) > MAX_ENDPOINTS

@@ -144,7 +144,8 @@ def check_prepare(settings: WorkerSettings, first: pb.RunMessage) -> None:
     """Refuse a stream that does not start as it must; what it names becomes part of a path."""
     if first.WhichOneof("body") != "prepare":
         raise ProtocolError("a run's stream must start with 'prepare'")
-    if not first.run_id.isalnum() or len(first.run_id) > MAX_RUN_ID_CHARS:
+    is_plain = first.run_id.isascii() and first.run_id.isalnum()
+    if not is_plain or len(first.run_id) > MAX_RUN_ID_CHARS:
         raise ProtocolError("the run's id must be letters and digits")
     if first.prepare.cluster != settings.cluster:
         raise ProtocolError(f"{settings.name} is in another cluster")

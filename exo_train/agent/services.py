@@ -30,7 +30,6 @@ from exo_train.wire.pb.control_pb2_grpc import ControlServicer
 from exo_train.wire.pb.handshake_pb2_grpc import HandshakeServicer
 
 MAX_SESSIONS = 16
-MAX_HELLO_BYTES = 64 << 10  # what a device says of itself is told on to all others
 OUTCOMES = {
     Reach.CONNECTED: pb.CONNECTED,
     Reach.REFUSED: pb.REFUSED,
@@ -69,8 +68,6 @@ class ControlService(ControlServicer):
     def Hello(self, request: pb.HelloRequest, context: grpc.ServicerContext) -> pb.HelloReply:
         self._check_claim(request.sender.node_id, context)
         try:
-            if (size := request.ByteSize()) > MAX_HELLO_BYTES:
-                raise ProtocolError(f"a hello has {size} bytes, the limit is {MAX_HELLO_BYTES}")
             return self._meeting.hello(request)
         except ExoTrainError as error:
             self._refuse_malformed(context, error)

@@ -5,6 +5,7 @@ Owns the mapping between control.proto and Python. Must not send anything.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from exo_train.backends.base import Arrays, MicrobatchInput
 from exo_train.errors import ExoTrainError, ProtocolError, error_class
-from exo_train.peer import Address
+from exo_train.peer import Address, has_control_characters
 from exo_train.train.batches import Microbatch
 from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb import pairing_pb2
@@ -31,8 +32,18 @@ def to_endpoints(addresses: Sequence[Address]) -> list[pairing_pb2.Endpoint]:
 def from_endpoints(endpoints: Sequence[pairing_pb2.Endpoint]) -> tuple[Address, ...]:
     for endpoint in endpoints:
         if not 0 < endpoint.port < 65536:
-            raise ProtocolError(f"port {endpoint.port} of {endpoint.host} is out of range")
+            raise ProtocolError(f"port {endpoint.port} of a device is out of range")
+        if not _is_numeric(endpoint.host):  # names are never dialled
+            raise ProtocolError("a device sent an address that is no IP address")
     return tuple(Address(e.host, e.port) for e in endpoints)
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return not has_control_characters(host)  # a zone may be any text
 
 
 def to_failure(error: ExoTrainError) -> pb.Failure:

@@ -32,6 +32,11 @@ from tests.agent.running_agents import loopback_interface, wait_until
 from tests.paired_homes import admit, ensure_member
 
 LOOPBACK = "127.0.0.1"
+CONTROL = "/exo_train.wire.Control/"
+HELLO, GOODBYE, SYNC_ROSTER, DIAL_BACK, RUN = (
+    CONTROL + name for name in ("Hello", "Goodbye", "SyncRoster", "DialBack", "Run")
+)
+GREET = "/exo_train.wire.Handshake/Greet"
 CALL_TIMEOUT_S = 10.0
 MEET_TIMEOUT_S = 15.0
 

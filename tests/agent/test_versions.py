@@ -17,6 +17,10 @@ from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb import handshake_pb2
 from tests.agent.hostile_bytes import lying_member
 from tests.agent.members_here import (
+    DIAL_BACK,
+    GREET,
+    HELLO,
+    SYNC_ROSTER,
     Here,
     Members,
     all_methods,
@@ -30,10 +34,6 @@ from tests.agent.members_here import (
 from tests.agent.running_agents import wait_until
 
 pytestmark = pytest.mark.xdist_group("agents-here")
-GREET = "/exo_train.wire.Handshake/Greet"
-HELLO = "/exo_train.wire.Control/Hello"
-DIAL_BACK = "/exo_train.wire.Control/DialBack"
-SYNC_ROSTER = "/exo_train.wire.Control/SyncRoster"
 NEWER = 77
 SOON_S = 15.0
 UNKNOWN_FIELDS = b"\xc2\xbb\x02\x05later" + b"\xc8\xbb\x02\x2a"  # fields 5000 (text), 5001 (number)
