@@ -29,7 +29,12 @@ from exo_train.peer import Address, NodeId
 from exo_train.plan.plan import Plan
 from exo_train.train import faults
 from exo_train.train.messages import from_failure, to_failure
-from exo_train.train.stage_loading import link_identity, link_limits, load_planned_stage
+from exo_train.train.stage_loading import (
+    LINK_TIMEOUT_S,
+    link_identity,
+    link_limits,
+    load_planned_stage,
+)
 from exo_train.train.stage_runner import StageRunner
 from exo_train.transport.base import Link
 from exo_train.transport.data_server import DataServer
@@ -40,7 +45,6 @@ from exo_train.transport.weights import RemoteSource
 from exo_train.wire.framing import frame, read_message
 from exo_train.wire.pb import control_pb2 as pb
 
-LINK_TIMEOUT_S = 60.0
 PROGRESS_S = 1.0
 LAST_WORDS_S = 1.0
 

@@ -72,7 +72,7 @@ class Agent:
         self.say = say
         self.ended = threading.Event()
         self.failure: PeerError | None = None
-        self.device = OwnDevice(options)
+        self.device = OwnDevice(home, options)
         self._options = options
         self._started_s = time.monotonic()
         self._instance = secrets.token_hex(8)
@@ -255,6 +255,8 @@ class Agent:
                 is_alone = not self.meeting.members() and not self.is_alone
                 usable = self.device.usable()
                 self.announcer.follow(usable, is_alone=is_alone, now_s=time.monotonic())
+                for address in self.announcer.heard().copies:
+                    self.meeting.suggest(address, None)  # who runs with our identity there?
             is_ending = self._closing.wait(UPKEEP_S)
             with contextlib.suppress(ConfigError, PeerError):  # away, or not ready: next time
                 self._follow_interface()

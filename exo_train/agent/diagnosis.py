@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import exo_train
-from exo_train.agent.examination import AgentFacts, read_examination
+from exo_train.agent.examination import SHOWN_ID_CHARS, AgentFacts, read_examination
 from exo_train.agent.local_client import LocalClient
 from exo_train.backends.registry import available_backends
 from exo_train.cluster.checks import firewall, machine, network, peers, reading, software
@@ -280,12 +280,19 @@ def ask_agent(home: Home) -> tuple[AgentFacts | None, str]:
         return None, ""
     try:
         with LocalClient(endpoint) as client:
-            return read_examination(client.examine()), ""
+            return _with_names(read_examination(client.examine()), home), ""
     except ExoTrainError as error:
         return None, str(error)
     except (KeyError, TypeError, AttributeError) as error:
         said = f"this home's agent answers in a way this version does not know ({error!r})"
         return None, said
+
+
+def _with_names(agent: AgentFacts, home: Home) -> AgentFacts:
+    """Name devices that are no members now as they were called when they were met."""
+    names = {peer.node_id[:SHOWN_ID_CHARS]: peer.name for peer in home.remembered_peers()}
+    named = (replace(one, device=names.get(one.device, one.device)) for one in agent.not_met)
+    return replace(agent, not_met=tuple(named))
 
 
 def _dial_remembered(home: Home) -> dict[str, tuple[tuple[Address, Reach], ...]]:

@@ -203,7 +203,7 @@ class Meeting:
             protocol=PROTOCOL_VERSION,
             cluster=self.cluster,
             self=to_node_facts(self._introduce()),
-            known=self._known(),
+            known=[*self._known(), *self._copies_of(told.facts.node_id)],
             roster_digest=self._admissions.digest(),
             clock_s=time.time(),
         )
@@ -240,16 +240,23 @@ class Meeting:
         # Each member tells of its own links.
         return [to_node_facts(replace(introduction, links=())) for introduction in told]
 
+    def _copies_of(self, node_id: NodeId) -> list[pb.NodeFacts]:
+        """Tell a device of another one that runs with its identity, so that it looks there."""
+        with self._lock:
+            copy, told = self._machine.duplicates.get(node_id), self._told.get(node_id)
+        if copy is None or told is None:
+            return []
+        other = replace(told, instance=copy.instance, addresses=copy.addresses, links=(), run=None)
+        return [to_node_facts(other)]
+
     def _heard(
         self, told: Introduction, *, proven: Address | None = None, rtt_s: float | None = None
     ) -> None:
         addresses = tuple(all_dialable(told.addresses))
         node_id = told.facts.node_id
-        if node_id != self._self_id:
-            with self._lock:
-                self._told[node_id] = told
-        self._apply(
-            lambda now_s: self._machine.heard(
+
+        def take(now_s: float) -> list[Effect]:
+            effects = self._machine.heard(
                 told.facts,
                 incarnation=told.incarnation,
                 instance=told.instance,
@@ -258,7 +265,12 @@ class Meeting:
                 proven=proven,
                 rtt_s=rtt_s,
             )
-        )
+            member = self._machine.members.get(node_id)
+            if member is not None and member.instance == told.instance:  # no echo, no copy
+                self._told[node_id] = told
+            return effects
+
+        self._apply(take)
 
     def _beat(self) -> None:
         while not self._stopping:
@@ -363,9 +375,11 @@ class Meeting:
         live = {member.facts.node_id for member in self.live()}
         for known in reply.known:
             other = from_node_facts(known)
+            is_copy = other.facts.node_id == self._self_id
             if other.facts.node_id not in live:
                 for address in all_dialable(other.addresses):
-                    self.suggest(address, other.facts.node_id)
+                    # Whoever runs with our identity is asked as a stranger: who are you?
+                    self.suggest(address, None if is_copy else other.facts.node_id)
 
     def _failed(self, ask: Ask, how: Failure) -> None:
         self.noticed.failed(ask.address, ask.node_id, how)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import exo_train
 from exo_train.cluster.hardware import Hardware, detect
-from exo_train.cluster.home import clean_name, default_device_name
+from exo_train.cluster.home import Home
 from exo_train.cluster.interfaces import LocalAddress, listen_hosts, usable_addresses
 from exo_train.errors import ConfigError
 from exo_train.peer import Address, DeviceFacts, NodeId
@@ -39,10 +39,10 @@ class OwnDevice:
     Raises ConfigError at once when a name, backend, device or interface is wrong.
     """
 
-    def __init__(self, options: JoinOptions) -> None:
+    def __init__(self, home: Home, options: JoinOptions) -> None:
         self.port = 0
         self._options = options
-        self.name = clean_name(options.name) if options.name else default_device_name()
+        self.name = home.device_name(options.name)
         self._detect()
         _ = self.listen_hosts
 

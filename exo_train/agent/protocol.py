@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import exo_train
 from exo_train.cluster.hardware import MAX_OVERRIDE_FACTOR
-from exo_train.cluster.interfaces import without_zone
 from exo_train.errors import ProtocolError
 from exo_train.identity import is_node_id
 from exo_train.peer import Address, DeviceFacts, NodeId, has_control_characters
@@ -69,7 +68,7 @@ def to_node_facts(own: Introduction) -> pb.NodeFacts:
         version=facts.version,
         incarnation=own.incarnation,
         instance=own.instance,
-        endpoints=to_endpoints([replace(a, host=without_zone(a.host)) for a in own.addresses]),
+        endpoints=to_endpoints(own.addresses),
         run=own.run,
         unreachable=own.unreachable,
         links=own.links,

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from exo_train.agent.meeting import Meeting
@@ -197,11 +197,10 @@ class Survey:
         if not asked or (key == self._asked and now_s < self._ask_again_s):
             return
         self._asked, self._ask_again_s = key, now_s + DIAL_BACK_AGAIN_S
-        told = tuple(replace(a, host=without_zone(a.host)) for a in addresses)
         heard = []
         for member in asked:
             try:
-                outcomes = self._meeting.dial_back(member, told)
+                outcomes = self._meeting.dial_back(member, addresses)
             except PeerError as error:
                 log.info("%s did not dial back: %s", member.facts.name, error)
                 continue

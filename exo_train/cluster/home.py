@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,10 +165,29 @@ class Home:
 
     def next_incarnation(self) -> int:
         """Count a start of the agent; survives restarts and changes of cluster."""
-        stored = self._read("node.json").get("incarnation")
+        node = self._read("node.json")
+        stored = node.get("incarnation")
         incarnation = stored + 1 if type(stored) is int and stored >= 0 else 1
-        self._write("node.json", {"incarnation": incarnation})
+        self._write("node.json", {**node, "incarnation": incarnation})
         return incarnation
+
+    def device_name(self, wanted: str | None = None) -> str:
+        """Give the name that others see: the wanted one, which is remembered, else the last one.
+
+        So an agent that `train` starts by itself is called as `join` called it. Raises ConfigError
+        when the wanted one cannot be shown.
+        """
+        node = self._read("node.json")
+        if wanted:
+            name = clean_name(wanted)
+            if node.get("name") != name:
+                self._write("node.json", {**node, "name": name})
+            return name
+        stored = node.get("name")
+        if isinstance(stored, str):
+            with contextlib.suppress(ConfigError):
+                return clean_name(stored)
+        return default_device_name()
 
     def agent(self) -> AgentEndpoint | None:
         """Give the running agent's endpoint; None when none runs (a stale file is ignored)."""
@@ -192,7 +212,7 @@ class Home:
                 "agent.json",
                 {
                     "pid": os.getpid(),
-                    "started_s": psutil.Process().create_time(),
+                    "started_s": start_mark(psutil.Process()),
                     "local_port": local_port,
                     "control_port": control_port,
                     "token": token,
@@ -353,9 +373,18 @@ def _cannot_write(path: Path, error: OSError) -> ConfigError:
     )
 
 
+def start_mark(process: psutil.Process) -> float:
+    """Give when a process started, on a clock that no correction of the time moves.
+
+    On Linux the system knows seconds since boot, and psutil adds the wall clock's.
+    """
+    started_s = process.create_time()
+    return started_s - psutil.boot_time() if sys.platform == "linux" else started_s
+
+
 def _is_running(endpoint: AgentEndpoint) -> bool:
     try:
         process = psutil.Process(endpoint.pid)
-        return abs(process.create_time() - endpoint.started_s) < 2.0
+        return abs(start_mark(process) - endpoint.started_s) < 2.0
     except psutil.Error:
         return False

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from exo_train.backends.base import Arrays, MicrobatchInput
+from exo_train.cluster.interfaces import without_zone
 from exo_train.errors import ExoTrainError, ProtocolError, error_class
 from exo_train.peer import Address, has_control_characters
 from exo_train.train.batches import Microbatch
@@ -26,7 +27,8 @@ _STATE_DTYPES: dict[str, np.dtype[Any]] = {"<f4": np.dtype("<f4"), "<i8": np.dty
 
 
 def to_endpoints(addresses: Sequence[Address]) -> list[pairing_pb2.Endpoint]:
-    return [pairing_pb2.Endpoint(host=a.host, port=a.port) for a in addresses]
+    """Write addresses down for others: a link-local one's zone means nothing to them."""
+    return [pairing_pb2.Endpoint(host=without_zone(a.host), port=a.port) for a in addresses]
 
 
 def from_endpoints(endpoints: Sequence[pairing_pb2.Endpoint]) -> tuple[Address, ...]:

@@ -30,10 +30,10 @@ from exo_train.train.messages import (
     to_microbatch_data,
     to_state_arrays,
 )
+from exo_train.train.stage_loading import LOAD_TIMEOUT_S
 from exo_train.wire.pb import control_pb2 as pb
 
 PREPARE_TIMEOUT_S = 120.0  # importing a framework on a slow disk
-LOAD_TIMEOUT_S = 3600.0  # fetching tensors over Wi-Fi
 STATE_TIMEOUT_S = 600.0
 SILENCE_TIMEOUT_S = 15.0  # no sign of life from a rank's agent
 # A gap this long between two looks means that the driver itself was asleep or busy: what the

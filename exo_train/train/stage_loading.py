@@ -10,6 +10,8 @@ from exo_train.plan.plan import Plan
 from exo_train.transport.base import LinkIdentity, LinkLimits
 from exo_train.wire.tensor import DType
 
+LINK_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 3600.0  # fetching tensors over Wi-Fi
 CONFIG_DTYPES = {"fp32": DType.FP32, "bf16": DType.BF16, "fp16": DType.FP16}
 
 

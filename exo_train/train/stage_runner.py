@@ -25,6 +25,7 @@ from exo_train.train.messages import (
     to_failure,
     to_state_arrays,
 )
+from exo_train.train.stage_loading import LINK_TIMEOUT_S, LOAD_TIMEOUT_S
 from exo_train.transport.base import Link
 from exo_train.wire.pb import control_pb2 as pb
 
@@ -144,9 +145,9 @@ class StageRunner:
             )
         if self._rank >= len(plan.ranks):
             raise ProtocolError(f"the plan has {len(plan.ranks)} ranks, this is rank {self._rank}")
-        self._on_phase("connecting to neighbours")
+        self._on_phase("connecting to neighbours", LINK_TIMEOUT_S)
         below, above = self._surroundings.connect(plan, self._rank, load.token)
-        self._on_phase("loading tensors")
+        self._on_phase("loading tensors", LOAD_TIMEOUT_S)
         manifest = ModelManifest.from_json(load.manifest_json, place=load.coordinator_name)
         if manifest.model_hash != plan.model_hash:
             raise ProtocolError("the manifest is of another model than the plan's")

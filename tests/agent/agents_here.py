@@ -50,7 +50,7 @@ class Here:
     """One agent in this process and what it said."""
 
     def __init__(
-        self, home: Home, name: str, *peers: int, port: int = 0, discover: bool = False
+        self, home: Home, name: str, *peers: int | Address, port: int = 0, discover: bool = False
     ) -> None:
         self.said: list[str] = []
         self.home = home
@@ -58,7 +58,7 @@ class Here:
         self._thread: threading.Thread | None = None
         options = JoinOptions(
             name=name,
-            peers=tuple(Address(LOOPBACK, peer) for peer in peers),
+            peers=tuple(p if isinstance(p, Address) else Address(LOOPBACK, p) for p in peers),
             interface=loopback_interface(),
             port=port,
             backend=available_backends()[0],

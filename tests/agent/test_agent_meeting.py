@@ -204,7 +204,7 @@ def test_a_copied_home_is_recognised_by_others_and_by_the_copy(join: Join, tmp_p
 
 def test_the_original_hears_of_its_copy(join: Join, tmp_path: Path) -> None:
     _, laptop, _ = copied_laptop(join, tmp_path)
-    said = laptop.wait_says("its home folder was copied")
+    said = laptop.wait_says("its home folder was copied", 5.0)
     assert said.startswith("another device runs with this one's identity (")
 
 

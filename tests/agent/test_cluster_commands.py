@@ -6,19 +6,21 @@ import json
 import os
 import re
 import secrets
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from exo_train.agent.joining import become_member
-from exo_train.cluster.home import Home
-from exo_train.peer import Address
+from exo_train.cluster.home import Home, RememberedPeer
+from exo_train.peer import Address, NodeId
 from tests.agent.agents_here import LOOPBACK, Here, wait_all_alive, wait_states
 from tests.agent.conftest import Command, Join
 from tests.agent.running_agents import RunningAgent, loopback_interface, wait_until
 from tests.lan.namespaces import call, why_not
-from tests.paired_homes import admit
+from tests.paired_homes import admit, ensure_member
 
 pytestmark = pytest.mark.xdist_group("agents-here")
 CODE = re.compile(r"\d{1,2}-[a-z]+-[a-z]+")
@@ -96,10 +98,11 @@ def test_a_removed_device_ends_with_a_sentence_and_is_gone_for_all(
     wait_all_alive(studio, den, laptop)
     done = command(den.home, "remove", "laptop")
     assert (done.code, done.out) == (0, "laptop is a member no more\n")
+    told = [here.agent.admissions.is_removed(laptop.id) for here in (studio, den)]
+    assert told == [True, True], "the command returns when those who are here know"
     for here in (studio, den):
         here.wait_says("laptop is a member no more", 2.0)
         assert here.states() == {"studio": "alive", "den": "alive"}
-        assert here.agent.admissions.is_removed(laptop.id)
     laptop.wait_ended()
     assert laptop.agent.failure is not None
     assert laptop.agent.failure.exit_code == 3
@@ -146,6 +149,17 @@ def test_remove_by_the_start_of_an_id_and_those_it_had_invited_are_named(
         "it had invited guest: remove them too if you do not know them",
     ]
     wait_states(studio, {"studio": "alive", "guest": "alive"})
+
+
+def test_who_removes_its_own_inviter_is_not_told_to_remove_itself(
+    join: Join, command: Command
+) -> None:
+    studio = join("studio")
+    laptop = join("laptop", studio)
+    wait_all_alive(studio, laptop)
+    assert studio.agent.admissions.invited_by(studio.id) == (laptop.id,)
+    done = command(laptop.home, "remove", "studio")
+    assert (done.code, done.out) == (0, "studio is a member no more\n")
 
 
 def test_remove_says_what_it_does_not_understand(join: Join, command: Command) -> None:
@@ -222,6 +236,24 @@ def test_leave_tells_the_others_ends_the_agent_and_deletes_the_keys(
     assert "this device belongs to no cluster; there is nothing to leave" in again.err
 
 
+def test_leave_returns_when_the_keys_are_gone(join: Join, command: Command, no_agent: None) -> None:
+    """The home is free a moment before: the agent deletes the keys last."""
+    here = join("here")
+
+    def end_slowly() -> None:
+        here.agent.ended.wait()
+        here.agent._stack.close()
+        time.sleep(0.3)
+        here.home.forget_membership()
+
+    ending = threading.Thread(target=end_slowly)
+    ending.start()
+    done = command(here.home, "leave")
+    assert (done.code, done.out) == (0, "this device has left; nobody was told\n")
+    assert here.home.identity() is None
+    ending.join()
+
+
 @pytest.mark.parametrize("damaged", ["cluster.json", "roster.json", "both"])
 def test_leave_clears_damaged_files_away(
     command: Command, tmp_path: Path, no_agent: None, damaged: str
@@ -278,38 +310,20 @@ def alone() -> Iterator[list[str]]:
 @pytest.mark.processes
 @pytest.mark.lan
 @pytest.mark.xdist_group("agents")
-def test_leave_and_remove_start_an_agent_when_none_runs(alone: list[str], tmp_path: Path) -> None:
+def test_leave_starts_an_agent_when_none_runs(alone: list[str], tmp_path: Path) -> None:
     """On a machine that has no network, which is where such an agent may be started by a test."""
-    names = ("studio", "den", "laptop")
-    peers: tuple[str, ...] = ()
-    agents = []
+    studio = RunningAgent("studio", tmp_path, "tests", (), prefix=alone)
+    laptop = RunningAgent("laptop", tmp_path, "tests", (), prefix=alone)
     try:
-        for name in names:
-            agent = RunningAgent(name, tmp_path, "tests", peers, prefix=alone)
-            agents.append(agent)
-            agent.start()
-            peers = ("--peer", f"{LOOPBACK}:{agent.port}")
-        studio, den, laptop = agents
-        wait_until(
-            lambda: all(len(agent.home.remembered_peers()) == 2 for agent in agents),
-            15.0,
-            lambda: "\n".join(agent.output for agent in agents),
-        )
-        assert laptop.end() == 0
+        studio.start()
+        ensure_member(laptop.home, root=tmp_path, cluster="tests")
+        address = Address(LOOPBACK, studio.port)
+        known = RememberedPeer(node_id=NodeId(studio.id), name="studio", addresses=(address,))
+        laptop.home.remember_peers([known])
         left = laptop.run("leave")
-        assert left.returncode == 0
-        assert sorted(left.stdout.removesuffix(" was told\n").split("; ")[1].split(", ")) == [
-            "den",
-            "studio",
-        ]
+        assert (left.returncode, left.stdout) == (0, "this device has left; studio was told\n")
         assert laptop.home.identity() is None
+        assert laptop.home.agent() is None
         assert "is a member no more" in studio.output
-        assert den.end() == 0
-        removed = den.run("remove", "studio")
-        assert (removed.returncode, removed.stdout) == (0, "studio is a member no more\n")
-        own = den.home.paired_identity()
-        assert den.home.roster(own).members() == (own.node_id,)
-        assert den.home.agent() is None
     finally:
-        for agent in agents:
-            agent.close()
+        studio.close()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from exo_train.agent.joining import become_member, check_unattached
-from exo_train.cluster.home import Home
+from exo_train.cluster.home import Home, RememberedPeer
 from exo_train.errors import ConfigError, PeerError
-from exo_train.peer import Address
+from exo_train.peer import Address, NodeId
 from tests.agent.agents_here import LOOPBACK, Here, wait_all_alive
 from tests.agent.conftest import Command, Join
 from tests.agent.running_agents import RunningAgent, loopback_interface, wait_met, wait_until
@@ -238,13 +238,17 @@ def test_a_name_met_before_is_shown_instead_of_an_id(join: Join) -> None:
 def test_the_only_member_of_its_own_cluster_may_change(join: Join, tmp_path: Path) -> None:
     here, mine = join("here"), Home(tmp_path / "mine")
     before = mine.found()
+    former = RememberedPeer(
+        node_id=NodeId("f" * 32), name="former", addresses=(Address(LOOPBACK, 1),)
+    )
+    mine.remember_peers([former])
     said = become(mine, here, here.agent.invite().code)
     after = mine.paired_identity()
     assert after.cluster == here.agent.admissions.identity.cluster != before.cluster
     assert after.node_id != before.node_id
     assert mine.roster(after).members() == tuple(sorted([here.id, after.node_id]))
     assert said[-1] == "paired: this device is a member now, with 1 other(s)"
-    (inviter,) = mine.remembered_peers()
+    (inviter,) = mine.remembered_peers()  # and nobody of the cluster before
     assert (inviter.node_id, inviter.addresses[0].port) == (here.id, here.port)
 
 

@@ -124,10 +124,16 @@ def test_all_fields_of_the_contract_are_there_with_values_that_make_sense(
 
 
 def test_the_story_is_the_same_from_every_member(three: tuple[Here, Here, Here]) -> None:
-    stories = [same_of_all(here.agent.status()) for here in three]
-    assert stories[0] == stories[1] == stories[2]
+    def stories() -> list[dict[str, Any]]:
+        return [same_of_all(here.agent.status()) for here in three]
+
+    def are_same() -> bool:
+        first, *others = stories()
+        return all(other == first for other in others)
+
+    wait_until(are_same, 10.0, lambda: json.dumps(stories(), indent=1))
     expected = view_hash((here.id, here.agent.introduce().incarnation) for here in three)
-    assert stories[0]["view_hash"] == expected
+    assert {story["view_hash"] for story in stories()} == {expected}
 
 
 def test_each_pair_has_one_link_with_its_numbers(three: tuple[Here, Here, Here]) -> None:

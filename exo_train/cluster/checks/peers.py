@@ -88,7 +88,7 @@ def check_not_met(failures: Sequence[NotMet], *, is_running: bool) -> list[Findi
         elif failure.failure == "timed out":
             said = (
                 f"{device} at {address} does not answer: the connection to port {port} timed out; "
-                f"it sleeps or is off, or a firewall there drops the packets"
+                f"it sleeps or is off, or a firewall there or an access point drops the packets"
             )
             fix = f"wake it up; if it is awake, {there} and let port {port} in"
         elif failure.failure == "mute":

@@ -21,6 +21,7 @@ from exo_train.cluster.home import (
     clean_name,
     default_device_name,
     open_home,
+    start_mark,
 )
 from exo_train.cluster.roster import MAX_CERTIFICATES, Roster
 from exo_train.errors import ConfigError
@@ -208,7 +209,7 @@ def test_the_token_is_for_this_user_alone(home: Home) -> None:
 
 
 def test_a_home_with_a_running_agent_is_refused(home: Home, sleeper: psutil.Process) -> None:
-    write_claim(home, pid=sleeper.pid, started_s=sleeper.create_time())
+    write_claim(home, pid=sleeper.pid, started_s=start_mark(sleeper))
     with pytest.raises(ConfigError, match=f"already runs .pid {sleeper.pid}, port 4711.*another"):
         home.claim(local_port=5, control_port=6, token="t")
     home.release()
@@ -218,7 +219,7 @@ def test_a_home_with_a_running_agent_is_refused(home: Home, sleeper: psutil.Proc
 def test_a_claim_whose_process_is_gone_or_another_is_ignored(
     home: Home, sleeper: psutil.Process
 ) -> None:
-    write_claim(home, pid=sleeper.pid, started_s=sleeper.create_time() - 60)
+    write_claim(home, pid=sleeper.pid, started_s=start_mark(sleeper) - 60)
     assert home.agent() is None, "the pid was given to another process since"
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -354,3 +355,26 @@ def test_the_environment_names_the_home(tmp_path: Path, monkeypatch: pytest.Monk
     assert open_home().path == tmp_path / "h"
     monkeypatch.delenv("EXO_TRAIN_HOME")
     assert open_home().path.name == "exo-train"
+
+
+def test_a_name_once_given_is_kept_for_agents_that_commands_start(home: Home) -> None:
+    assert home.device_name() == default_device_name()
+    assert home.device_name(" studio ") == "studio"
+    home.next_incarnation()
+    assert home.device_name() == "studio"
+    assert home.device_name("den") == "den"
+    with pytest.raises(ConfigError, match="control characters"):
+        home.device_name("a\x1b[2J")
+    assert home.device_name() == "den", "what cannot be shown is not kept"
+
+
+def test_a_corrected_clock_does_not_hide_a_running_agent(
+    home: Home, sleeper: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_claim(home, pid=sleeper.pid, started_s=start_mark(sleeper))
+    started_s, booted_s = sleeper.create_time(), psutil.boot_time()
+    if sys.platform == "linux":  # as after the time was set an hour ahead
+        monkeypatch.setattr(psutil.Process, "create_time", lambda self: started_s + 3600)
+        monkeypatch.setattr(psutil, "boot_time", lambda: booted_s + 3600)
+    with pytest.raises(ConfigError, match="already runs"):
+        home.check_free()

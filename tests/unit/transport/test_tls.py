@@ -51,7 +51,7 @@ def call(tls: MemberTls, server: DataServer, household: Household, identity: Lin
     return dial(
         server.addresses,
         identity,
-        timeout_s=3,
+        timeout_s=2,
         credentials=to.credentials,
         tls_name=to.name,
     )
@@ -115,15 +115,15 @@ def test_a_device_with_the_authoritys_key_is_not_taken_for_the_neighbour(
     household: Household,
 ) -> None:
     """Every member could certify a server for any name; the dialler pins the one certificate."""
-    lower_id, _ = secure(household)
+    lower_id, upper_id = secure(household)
     founder = household.mac.identity
     impostor = member_of(founder, Roster.of(founder))
     tls = MemberTls(impostor, household.roster.certificate)
-    with (
-        DataServer([LOOPBACK], credentials=tls.server()) as server,
-        pytest.raises(PeerLostError, match="could not be reached"),
-    ):
-        call(household.mac, server, household, lower_id)
+    with DataServer([LOOPBACK], credentials=tls.server()) as server:
+        with pytest.raises(PeerLostError):  # it would let the Mac in
+            server.wait_link(upper_id, timeout_s=0)
+        with pytest.raises(PeerLostError, match="could not be reached"):
+            call(household.mac, server, household, lower_id)
 
 
 def test_who_is_no_member_cannot_be_dialled(household: Household) -> None:
