@@ -18,7 +18,8 @@ from exo_train.config import TrainConfig
 from exo_train.demo.scenario import DemoOptions, run_demo
 from exo_train.errors import NumericsError
 from exo_train.models.hub import fetch_demo_model
-from exo_train.ui.tables import candidates_table, plan_table, verify_table
+from exo_train.ui.plan_screen import plan_screen
+from exo_train.ui.tables import verify_table
 
 
 def register(app: typer.Typer) -> None:
@@ -114,6 +115,9 @@ def plan_command(
     devices: Annotated[
         Path, typer.Option(help="YAML: devices by preset or measured times, and links.")
     ],
+    data: Annotated[
+        str, typer.Option(help="Rows to train on, as for train: says how long an epoch takes.")
+    ] = "",
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per update.")] = 8,
     microbatch_size: Annotated[int, typer.Option(min=0, help="0: chosen.")] = 0,
     max_seq_length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 512,
@@ -129,6 +133,7 @@ def plan_command(
     """
     options = {
         "model": model,
+        "data": data,
         "batch_size": batch_size,
         "microbatch_size": microbatch_size,
         "max_seq_length": max_seq_length,
@@ -141,15 +146,7 @@ def plan_command(
     if as_json:
         typer.echo(json.dumps(report, allow_nan=False))
         return
-    console = Console()
-    console.print(plan_table(report))
-    console.print(candidates_table(report))
-    console.print(
-        f"{report['verdict']}\npredicted: {report['step_s']:.2f} s a step of {batch_size} "
-        f"sequences, {report['tokens_per_s']:.0f} tokens/s",
-        highlight=False,
-        markup=False,
-    )
+    Console().print(plan_screen(report))
 
 
 def demo_command(

@@ -145,34 +145,17 @@ class Chains:
             medium=link.medium,
         )
 
-    def depth(self, rank: int, num_ranks: int) -> int:
-        """Give how many microbatches a rank holds under the workload's schedule."""
-        rule = one_f_one_b_depth if self.workload.schedule == "1f1b" else gpipe_depth
-        return rule(self.workload.num_microbatches)(rank, num_ranks)
-
     def memory_bytes(self, rank: int, num_ranks: int, num_layers: int) -> int:
         """Give what a stage needs; the formula is that of `partition`."""
-        fixed_bytes, layer_bytes = self._memory(rank, num_ranks)
+        fixed_bytes, layer_bytes = stage_bytes(self.workload, rank, num_ranks)
         return fixed_bytes + num_layers * layer_bytes
-
-    def _memory(self, rank: int, num_ranks: int) -> tuple[int, int]:
-        """Give what a stage needs before its first decoder layer, and for each."""
-        depth = self.depth(rank, num_ranks)
-        embedding, layer, *_, head = self.workload.costs
-        extra = self.workload.per_stage
-        parts = [layer] + [embedding] * (rank == 0) + [head] * (rank == num_ranks - 1)
-        fixed = sum(_held_bytes(part, depth) for part in parts[1:])
-        fixed += _held_bytes(extra, depth) + extra.workspace_bytes
-        fixed += max(part.workspace_bytes for part in parts)
-        fixed -= head.tied_bytes if num_ranks == 1 else 0
-        return fixed, _held_bytes(layer, depth)
 
     def _caps(self, num_ranks: int) -> Ints:
         """Tabulate by (rank, device) the most decoder layers that fit in memory."""
         if num_ranks not in self._layers_in_memory:
             rows = []
             for rank in range(num_ranks):
-                fixed_bytes, layer_bytes = self._memory(rank, num_ranks)
+                fixed_bytes, layer_bytes = stage_bytes(self.workload, rank, num_ranks)
                 free = [device.usable_bytes - fixed_bytes for device in self.devices]
                 rows.append(
                     [
@@ -213,6 +196,25 @@ class Chains:
         return np.asarray(self.stage_s[chains, first, last, counts])
 
 
+def depth(workload: Workload, rank: int, num_ranks: int) -> int:
+    """Give how many microbatches a rank holds under the workload's schedule."""
+    rule = one_f_one_b_depth if workload.schedule == "1f1b" else gpipe_depth
+    return rule(workload.num_microbatches)(rank, num_ranks)
+
+
+def stage_bytes(workload: Workload, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Give what a stage needs before its first decoder layer, and for each."""
+    held = depth(workload, rank, num_ranks)
+    embedding, layer, *_, head = workload.costs
+    extra = workload.per_stage
+    parts = [layer] + [embedding] * (rank == 0) + [head] * (rank == num_ranks - 1)
+    fixed = sum(_held_bytes(part, held) for part in parts[1:])
+    fixed += _held_bytes(extra, held) + extra.workspace_bytes
+    fixed += max(part.workspace_bytes for part in parts)
+    fixed -= head.tied_bytes if num_ranks == 1 else 0
+    return fixed, _held_bytes(layer, held)
+
+
 def serial_s(link: LinkProfile, num_bytes: float) -> float:
     """Give how long `num_bytes` occupy a link; inf on one that carries nothing."""
     return num_bytes / link.bytes_per_s if link.bytes_per_s > 0 else np.inf
@@ -229,8 +231,8 @@ def _stage_times(device: DeviceProfile, num_layers: int) -> Floats:
     )
 
 
-def _held_bytes(cost: LayerCost, depth: int) -> int:
-    return cost.static_bytes + depth * cost.per_microbatch_bytes
+def _held_bytes(cost: LayerCost, held: int) -> int:
+    return cost.static_bytes + held * cost.per_microbatch_bytes
 
 
 def _slowest_cycle(compute_s: Floats, round_trips_s: Floats) -> Floats:

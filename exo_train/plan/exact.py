@@ -19,7 +19,7 @@ import numpy as np
 
 from exo_train.errors import DoesNotFitError, PeerError
 from exo_train.plan.chain_search import MAX_DEVICES_FOR_ALL, chains_by_length
-from exo_train.plan.chains import Chains, Ints
+from exo_train.plan.chains import Chains, Ints, depth
 from exo_train.plan.partition import (
     DeviceBudget,
     StageAssignment,
@@ -29,6 +29,7 @@ from exo_train.plan.partition import (
 )
 from exo_train.plan.profiles import Household, Workload
 from exo_train.plan.schedule import Schedule, build_schedule
+from exo_train.plan.shortfall import MAX_DEVICES, Shortfall
 from exo_train.plan.stages import StageSpec
 from exo_train.plan.step_time import step_time_s
 
@@ -99,7 +100,7 @@ def plans_by_size(household: Household, workload: Workload) -> tuple[ExactPlan, 
     chains = Chains(canonical, workload)
     seed = np.zeros(0, dtype=np.int64)
     if len(order) > MAX_DEVICES_FOR_ALL:
-        seed = np.array([a.device for a in _fit_in_memory(canonical, workload)])
+        seed = np.array(_order_that_fits(canonical, workload), dtype=np.int64)
     plans = []
     for candidates in chains_by_length(chains, seed=seed):
         plan = _best_plan(chains, candidates, order)
@@ -113,6 +114,15 @@ def plans_by_size(household: Household, workload: Workload) -> tuple[ExactPlan, 
             f"the next; check the network between them, or leave one out with --devices"
         )
     return tuple(plans)
+
+
+def plan_for_order(
+    household: Household, workload: Workload, order: Sequence[int]
+) -> ExactPlan | None:
+    """Plan for just these devices in just this order; None where that does not fit."""
+    chain = np.array(order, dtype=np.int64)
+    chains = Chains(household, workload)
+    return _best_plan(chains, chain[None, :], range(len(household.devices)))
 
 
 def _canonical(household: Household) -> tuple[list[int], Household]:
@@ -163,7 +173,7 @@ def _plan(chains: Chains, chain: Ints, order: Sequence[int], schedule: Schedule)
             time_s=times_s[rank],
             memory_bytes=chains.memory_bytes(rank, num_ranks, int(counts[rank])),
             usable_bytes=chains.devices[chain[rank]].usable_bytes,
-            in_flight=chains.depth(rank, num_ranks),
+            in_flight=depth(chains.workload, rank, num_ranks),
         )
         for rank in range(num_ranks)
     )
@@ -182,6 +192,15 @@ def _plan(chains: Chains, chain: Ints, order: Sequence[int], schedule: Schedule)
         shared_hops=int(found.shared_hops[0]),
         exact=len(chains.devices) <= MAX_DEVICES_FOR_ALL,
     )
+
+
+def _order_that_fits(household: Household, workload: Workload) -> tuple[int, ...]:
+    """Give some order that fits, for the beam to start from; raises DoesNotFitError."""
+    usable_bytes = [device.usable_bytes for device in household.devices]
+    order: tuple[int, ...] = ()
+    if len(usable_bytes) <= MAX_DEVICES:
+        order = Shortfall(usable_bytes, workload).fitting_order()
+    return order or tuple(a.device for a in _fit_in_memory(household, workload))
 
 
 def _fit_in_memory(household: Household, workload: Workload) -> list[StageAssignment]:

@@ -66,13 +66,15 @@ class LayerCost:
     `static_bytes` are there all the time, `per_microbatch_bytes` once for each microbatch in
     flight, and `workspace_bytes` only while this pseudo-layer computes: a stage needs the largest
     of its workspaces, not their sum. `tied_bytes` are the part of the head's static bytes that
-    cost nothing on a stage that also has the embedding.
+    cost nothing on a stage that also has the embedding; `adapter_bytes` are the part that is
+    trained: adapters, their gradients and the optimizer's state.
     """
 
     static_bytes: int
     per_microbatch_bytes: int
     workspace_bytes: int = 0
     tied_bytes: int = 0
+    adapter_bytes: int = 0
 
 
 def pseudo_layer_costs(
@@ -98,11 +100,14 @@ def pseudo_layer_costs(
     # A checkpointed layer keeps its input and recomputes the rest when its gradient comes
     # (Chen et al. 2016, arXiv:1604.06174).
     layer_input = n * shape.hidden_size * activation_bytes
+    adapter_bytes = ADAPTER_STATE_BYTES * adapter_params(
+        shape, lora_rank=lora_rank, targets=targets
+    )
     layer = LayerCost(
-        static_bytes=_rounded(decoder_params(shape) * weight_bytes_per_param)
-        + ADAPTER_STATE_BYTES * adapter_params(shape, lora_rank=lora_rank, targets=targets),
+        static_bytes=_rounded(decoder_params(shape) * weight_bytes_per_param) + adapter_bytes,
         per_microbatch_bytes=layer_input if checkpoint_activations else activations,
         workspace_bytes=gradients + (activations if checkpoint_activations else 0),
+        adapter_bytes=adapter_bytes,
     )
     vocabulary = max(weight_bytes_per_param, MIN_VOCABULARY_BYTES_PER_PARAM)
     matrix_bytes = _rounded(shape.vocab_size * shape.hidden_size * vocabulary)

@@ -231,12 +231,15 @@ def _refusal(split: _Split) -> str:
     needed = int(split.stage_bytes(1)[0, -1])
     budgets = [split.devices[index] for index in split.usable]
     have = sum(max(budget.usable_bytes, 0) for budget in budgets)
-    names = ", ".join(f"{b.name} {_gb(max(b.usable_bytes, 0))}" for b in budgets)
-    text = f"the model needs at least {_gb(needed)} with one microbatch in flight; usable: {names}"
+    names = ", ".join(f"{b.name} {gigabytes(max(b.usable_bytes, 0))}" for b in budgets)
+    text = (
+        f"the model needs at least {gigabytes(needed)} with one microbatch in flight; "
+        f"usable: {names}"
+    )
     if needed > have:
-        missing = f"{_gb(have)} in all, {_gb(needed - have)} too little"
+        missing = f"{gigabytes(have)} in all, {gigabytes(needed - have)} too little"
         return f"{text}: {missing}; {_ADVICE}"
-    return f"{text}: {_gb(have)} in all, but {_tightest(split)}; {_ADVICE}"
+    return f"{text}: {gigabytes(have)} in all, but {_tightest(split)}; {_ADVICE}"
 
 
 def _tightest(split: _Split) -> str:
@@ -262,13 +265,13 @@ def _tightest(split: _Split) -> str:
     missing = tight.needed_bytes - device.usable_bytes
     plural = "" if tight.in_flight == 1 else "es"
     return (
-        f"no split fits: in the nearest one {device.name} needs {_gb(tight.needed_bytes)} for "
-        f"layers {tight.stage.start}..{tight.stage.end - 1} with {tight.in_flight} "
-        f"microbatch{plural} in flight, {_gb(missing)} more than it has"
+        f"no split fits: in the nearest one {device.name} needs {gigabytes(tight.needed_bytes)} "
+        f"for layers {tight.stage.start}..{tight.stage.end - 1} with {tight.in_flight} "
+        f"microbatch{plural} in flight, {gigabytes(missing)} more than it has"
     )
 
 
-def _gb(num_bytes: int) -> str:
+def gigabytes(num_bytes: int) -> str:
     """Round to what a reader can use: GB from 0.1 GB on, else MB, at least 0.1."""
     if num_bytes >= 100_000_000:
         return f"{num_bytes / 1e9:.1f} GB"

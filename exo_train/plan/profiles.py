@@ -6,6 +6,7 @@ backward (recompute included where activations are checkpointed).
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,6 +42,21 @@ class Household:
 
     devices: tuple[DeviceProfile, ...]
     links: dict[tuple[int, int], LinkProfile] = field(default_factory=dict)
+
+    def with_times(self, factor: float) -> Household:
+        """Give the same devices with all their times multiplied."""
+        return Household(
+            devices=tuple(
+                dataclasses.replace(
+                    device,
+                    layer_s=factor * device.layer_s,
+                    embedding_s=factor * device.embedding_s,
+                    head_s=factor * device.head_s,
+                )
+                for device in self.devices
+            ),
+            links=self.links,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

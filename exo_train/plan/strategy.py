@@ -22,6 +22,8 @@ Strategy = Literal["one device", "pipeline", "data parallel", "islands"]
 # Every way to make two islands of 5 devices is 15 pairs of plans, and takes 0.4 s.
 MAX_DEVICES_FOR_ISLANDS = 5
 NOT_YET_AVAILABLE = "not yet available"
+# Steps that differ by less are called about the same.
+ABOUT = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,7 @@ class StrategyCandidate:
     """One way to train; `devices` index the household.
 
     `step_s` is None where it cannot be done, and `note` says why. `plan` is there where training
-    supports the strategy.
+    supports the strategy. `exchange_s` is the part of the step that exchanges gradients.
     """
 
     strategy: Strategy
@@ -38,6 +40,7 @@ class StrategyCandidate:
     available: bool
     note: str = ""
     plan: ExactPlan | None = None
+    exchange_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +161,7 @@ def _unavailable(
         strategy=strategy,
         devices=devices,
         step_s=compute_s + exchange_s,
+        exchange_s=exchange_s,
         available=False,
         note=f"{NOT_YET_AVAILABLE}; {_seconds(exchange_s)} of it exchange gradients",
     )
@@ -222,14 +226,16 @@ def _two_islands(
     try:
         guesses = [shortest(plans_by_size(island, workload)) for island in islands]
         shares = share_microbatches(workload.num_microbatches, [g.steady_s for g in guesses])
-        if 0 in shares or all(len(guess.stages) == 1 for guess in guesses):
-            return None  # that is one ring, or data parallel
+        if 0 in shares:
+            return None  # that is one ring
         plans = [
             shortest(plans_by_size(island, dataclasses.replace(workload, num_microbatches=share)))
             for island, share in zip(islands, shares, strict=True)
         ]
     except (DoesNotFitError, PeerError):
         return None
+    if all(len(plan.stages) == 1 for plan in plans):
+        return None  # that is data parallel
     used = [
         tuple(devices[position] for position in plan.devices)
         for devices, plan in zip((first, second), plans, strict=True)
@@ -259,7 +265,7 @@ def _reason(
     else:
         ratio = _step_s(runner_up) / best_s if best_s > 0 else 1.0
         other = _who(household, runner_up, best=True)
-        speed = f"{ratio:.1f}x faster than" if ratio >= 1.05 else "about as fast as"
+        speed = f"{ratio:.1f}x faster than" if ratio >= ABOUT else "about as fast as"
         text = (
             f"{who} is {speed} {other}: {_seconds(best_s)} against "
             f"{_seconds(_step_s(runner_up))} a step"
@@ -267,14 +273,32 @@ def _reason(
     if chosen.strategy == "one device" and len(household.devices) > 1:
         usable_gb = household.devices[chosen.devices[0]].usable_bytes / 1e9
         text += f"; add devices for what needs more than its {usable_gb:.1f} GB"
+    return text + _replicas_reason(household, chosen, candidates)
+
+
+def _replicas_reason(
+    household: Household, chosen: StrategyCandidate, candidates: Sequence[StrategyCandidate]
+) -> str:
+    """Compare with what exchanges gradients, which is right where model and links allow it."""
+    best_s = _step_s(chosen)
     future = min((c for c in candidates if not c.available), key=_step_s, default=None)
-    if future is not None and _step_s(future) * TIE < best_s:
-        names = ", ".join(household.devices[i].name for i in future.devices)
-        text += (
-            f"; {future.strategy} over {names} would take {_seconds(_step_s(future))} but is "
-            f"{NOT_YET_AVAILABLE}"
-        )
-    return text
+    if future is None:
+        alone = [c for c in candidates if c.strategy == "one device" and c.step_s is not None]
+        if chosen.strategy == "pipeline" and len(alone) == 1:
+            return "; no second device holds the whole model, so they cannot share out the data"
+        return ""
+    future_s = _step_s(future)
+    names = ", ".join(household.devices[index].name for index in future.devices)
+    what = f"{future.strategy} over {names} would take {_seconds(future_s)}"
+    if future_s * TIE < best_s:
+        return f"; {what} but is {NOT_YET_AVAILABLE}"
+    if chosen.strategy != "pipeline":
+        return ""
+    if future_s < ABOUT * best_s:
+        return f"; {what}, about the same, but is {NOT_YET_AVAILABLE}"
+    if future_s - future.exchange_s < best_s:
+        return f"; the links are too slow for gradients: {what} a step"
+    return f"; {what} a step"
 
 
 def _who(household: Household, candidate: StrategyCandidate, *, best: bool = False) -> str:

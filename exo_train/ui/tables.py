@@ -8,8 +8,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-BAR_CELLS = 24
-
 
 def status_screen(status: dict[str, Any]) -> RenderableType:
     """Draw `status --json`: members, the links between them, the run, and what needs a word."""
@@ -83,44 +81,6 @@ def verify_table(report: dict[str, Any]) -> Table:
             f"{stage['layers'][0]}–{stage['layers'][1] - 1}",
             _number(stage["gradient_error"], ".2e"),
             "wrong" if stage["wrong"] else "ok",
-        )
-    return table
-
-
-def plan_table(report: dict[str, Any]) -> Table:
-    """Draw `plan --json`'s stages with a bar for each one's share of the period."""
-    table = Table(title=f"{report['model']}, {report['dtype']}: {report['strategy']}")
-    for heading in ("device", "layers", "memory", "time per microbatch", "busy"):
-        table.add_column(heading, overflow="fold")
-    for stage in report["stages"]:
-        start, end = stage["layers"]
-        ends = [word for word in ("embedding", "head") if stage[word]]
-        share = stage["time_s"] / report["period_s"] if report["period_s"] else 0.0
-        needed, usable = stage["memory_bytes"] / 1e9, stage["usable_memory_bytes"] / 1e9
-        _add_row(
-            table,
-            stage["device"],
-            ", ".join([f"{start}–{end - 1}", *ends]),
-            f"{needed:.1f} of {usable:.1f} GB",
-            f"{'█' * round(BAR_CELLS * min(share, 1.0))} {stage['time_s'] * 1000:.0f} ms",
-            f"{stage['busy_share']:.0%}",
-        )
-    return table
-
-
-def candidates_table(report: dict[str, Any]) -> Table:
-    """Draw all ways that were compared, the fastest first."""
-    table = Table(title="compared")
-    for heading in ("strategy", "devices", "step", "note"):
-        table.add_column(heading, overflow="fold")
-    for candidate in report["candidates"]:
-        step_s = candidate["step_s"]
-        _add_row(
-            table,
-            candidate["strategy"],
-            ", ".join(candidate["devices"]),
-            "does not fit" if step_s is None else f"{step_s:.2f} s",
-            candidate["note"].split(";")[0],
         )
     return table
 

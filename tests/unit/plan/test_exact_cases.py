@@ -157,3 +157,23 @@ def test_what_a_schedule_settles_to_over_a_slow_wire(schedule, steady_s):
     assert plan.period_s == pytest.approx(3.0)
     assert plan.steady_s == pytest.approx(steady_s)
     assert plan.step_s == pytest.approx(100 * steady_s, rel=0.03)
+
+
+def test_many_devices_that_fit_in_few_orders_only():
+    """Eight small devices hold a layer each, between two that alone hold embedding and head."""
+    home = simple_home(*[1.0] * 10, usable_bytes=100)
+    large = [dataclasses.replace(d, usable_bytes=700) for d in home.devices[:2]]
+    home = dataclasses.replace(home, devices=(*large, *home.devices[2:]))
+    end = LayerCost(static_bytes=500, per_microbatch_bytes=0)
+    layers = simple_workload(12)
+    workload = dataclasses.replace(layers, costs=(end, *layers.costs[1:-1], end))
+    plan = exact_plan(home, workload)
+    assert [s.stage.num_layers for s in plan.stages] == [2, *[1] * 8, 2]
+    assert {plan.devices[0], plan.devices[-1]} == {0, 1}
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 126])
+def test_one_layer_to_126(num_layers):
+    plan = exact_plan(simple_home(1.0, 1.0, 1.0), simple_workload(num_layers))
+    assert sum(s.stage.num_layers for s in plan.stages) == num_layers
+    assert len(plan.stages) == min(num_layers, 3)

@@ -88,6 +88,59 @@ def test_data_parallel_is_named_when_faster_and_never_chosen():
     assert "data parallel over a, b would take 5.1 s but is not yet available" in verdict.reason
 
 
+def test_a_ring_is_for_links_too_slow_for_gradients():
+    """Both hold the model, but 30 GB of gradients take 30 s."""
+    verdict = compare(household(("a", 1.0, 9), ("b", 1.0, 9)), WORKLOAD, gradient_bytes=30 * 10**9)
+    assert verdict.strategy == "pipeline"
+    assert verdict.reason == (
+        "the ring a > b is 1.8x faster than a alone: 5.5 s against 10.0 s a step; the links are "
+        "too slow for gradients: data parallel over a, b would take 35.0 s a step"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gradient_bytes", "words"),
+    [
+        (400_000_000, "data parallel over a, b would take 5.4 s but is not yet available"),
+        (600_000_000, "would take 5.6 s, about the same, but is not yet available"),
+        (900_000_000, "the links are too slow for gradients: data parallel over a, b"),
+    ],
+)
+def test_what_exchanges_gradients_is_judged_fairly(gradient_bytes, words):
+    """The ring takes 5.52 s, data parallel 5 s and as much as the gradients take at 1 GB/s."""
+    home = household(("a", 1.0, 9), ("b", 1.0, 9))
+    verdict = compare(home, WORKLOAD, gradient_bytes=gradient_bytes)
+    assert verdict.strategy == "pipeline"
+    assert words in verdict.reason
+
+
+def test_slow_replicas_are_not_the_links_fault():
+    """Each island does one of 2 microbatches; gradients take no time at all."""
+    workload = dataclasses.replace(WORKLOAD, num_microbatches=2)
+    home = household(("a", 1.0, 2), ("b", 1.2, 2), ("c", 9.0, 9), ("d", 9.0, 9))
+    verdict = compare(home, workload, gradient_bytes=0)
+    assert verdict.strategy == "pipeline"
+    assert "; islands over c, a, b, d would take 3.8 s a step" in verdict.reason
+    assert "links" not in verdict.reason
+
+
+def test_two_devices_alone_are_no_islands():
+    """A third that helps neither: what is left is data parallel, and listed once."""
+    home = household(("a", 1.0, 9), ("b", 1.0, 9), ("pi", 500.0, 9))
+    verdict = compare(home, WORKLOAD, gradient_bytes=0)
+    for candidate in by_strategy(verdict, "islands"):
+        assert len(candidate.devices) > 2
+    assert by_strategy(verdict, "data parallel")
+
+
+def test_a_ring_may_help_a_device_that_alone_holds_the_model():
+    verdict = compare(household(("a", 1.0, 9), ("b", 1.0, 2)), WORKLOAD, gradient_bytes=0)
+    assert verdict.strategy == "pipeline"
+    assert verdict.reason.endswith(
+        "a step; no second device holds the whole model, so they cannot share out the data"
+    )
+
+
 def test_islands_are_estimated_where_two_rings_fit():
     verdict = compare(
         household(*[(name, 1.0, 2) for name in "abcd"]), WORKLOAD, gradient_bytes=1_000_000

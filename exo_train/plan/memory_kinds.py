@@ -1,0 +1,63 @@
+"""What a stage's memory is for. Owns the sum by kind; the bytes themselves are `memory`'s.
+
+Pure. Must not decide what fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from exo_train.plan.profiles import Workload
+from exo_train.plan.stages import StageSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryByKind:
+    """The parts of a stage's need; they add up to it.
+
+    A layer's workspace and the logits' chunk are never there together, so only the larger counts
+    and the other is 0. `adapters_bytes` has gradients and the optimizer's state in it.
+    """
+
+    weights_bytes: int
+    adapters_bytes: int
+    activations_bytes: int
+    workspace_bytes: int
+    logits_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.weights_bytes
+            + self.adapters_bytes
+            + self.activations_bytes
+            + self.workspace_bytes
+            + self.logits_bytes
+        )
+
+
+def memory_by_kind(workload: Workload, stage: StageSpec, *, in_flight: int) -> MemoryByKind:
+    """Split what `stage` needs with `in_flight` microbatches held."""
+    embedding, layer, *_, head = workload.costs
+    extra = workload.per_stage
+    parts = [embedding] * stage.embedding + [layer] * stage.num_layers + [head] * stage.head
+    adapters_bytes = sum(part.adapter_bytes for part in parts)
+    weights_bytes = sum(part.static_bytes for part in parts) - adapters_bytes
+    if stage.embedding and stage.head:
+        weights_bytes -= head.tied_bytes
+    logits_bytes = head.workspace_bytes if stage.head else 0
+    workspace_bytes = max(
+        (part.workspace_bytes for part in parts[: len(parts) - stage.head]), default=0
+    )
+    if logits_bytes > workspace_bytes:
+        workspace_bytes = 0
+    else:
+        logits_bytes = 0
+    per_microbatch_bytes = sum(part.per_microbatch_bytes for part in (*parts, extra))
+    return MemoryByKind(
+        weights_bytes=weights_bytes,
+        adapters_bytes=adapters_bytes,
+        activations_bytes=in_flight * per_microbatch_bytes,
+        workspace_bytes=workspace_bytes + extra.static_bytes + extra.workspace_bytes,
+        logits_bytes=logits_bytes,
+    )

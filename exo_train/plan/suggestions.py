@@ -1,0 +1,205 @@
+"""When nothing fits: what would. Owns the list of changes that are tried, and the sentence.
+
+Pure. Must not look at speed: a change that fits may be slow. Every verdict is a reckoning of
+memory over all orders of devices (`shortfall`); single changes come in a fixed order, the cheapest
+for the user first, then the two cheapest together, then all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from exo_train.config import TrainConfig
+from exo_train.plan.memory import ModelShape
+from exo_train.plan.partition import gigabytes
+from exo_train.plan.profiles import Workload
+from exo_train.plan.shortfall import MAX_DEVICES, Shortfall
+from exo_train.plan.strategy import NOT_YET_AVAILABLE
+from exo_train.plan.workloads import run_workload
+
+MIN_SEQ_LENGTH = 128
+MIN_RANK = 4
+# 4-bit groups of 64: 4 bits a value and a scale and bias of 16 bits a group.
+FOUR_BIT_BYTES = 4.5 / 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A run on devices that are known by memory alone, `usable_bytes` by name."""
+
+    config: TrainConfig
+    usable_bytes: tuple[tuple[str, int], ...]
+    microbatch_size: int
+    value_bytes: int
+    weight_bytes_per_param: float
+
+    def workload(self, shape: ModelShape) -> Workload:
+        return run_workload(
+            shape,
+            self.config,
+            microbatch_size=self.microbatch_size,
+            value_bytes=self.value_bytes,
+            weight_bytes_per_param=self.weight_bytes_per_param,
+        )
+
+    def shortfall(self, shape: ModelShape) -> Shortfall:
+        return Shortfall([memory for _, memory in self.usable_bytes], self.workload(shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """A change and what it does: `num_devices` hold the model (at least), or `missing_bytes`.
+
+    `available` is False for what training cannot do yet.
+    """
+
+    change: str
+    num_devices: int | None
+    missing_bytes: int
+    available: bool = True
+
+    @property
+    def fits(self) -> bool:
+        return self.num_devices is not None
+
+    def __str__(self) -> str:
+        change = self.change if self.available else f"{self.change} ({NOT_YET_AVAILABLE})"
+        if self.num_devices is None:
+            return f"{change} → still no, {gigabytes(self.missing_bytes)} missing"
+        plural = "" if self.num_devices == 1 else "s"
+        return f"{change} fits on {self.num_devices} device{plural}"
+
+
+def refusal(attempt: Attempt, shape: ModelShape) -> str:
+    """Say what is missing, and what would fit."""
+    usable = [(name, memory) for name, memory in attempt.usable_bytes if memory > 0]
+    if not usable:
+        return "no device has memory for anything; give one more with --memory, or add a device"
+    missing_bytes = attempt.shortfall(shape).missing_bytes()
+    names = ", ".join(f"{name} {gigabytes(memory)}" for name, memory in usable)
+    return "; ".join(
+        [
+            f"does not fit: needs {gigabytes(missing_bytes)} more on every split (usable: {names})",
+            *map(str, suggest(attempt, shape)),
+        ]
+    )
+
+
+def suggest(attempt: Attempt, shape: ModelShape) -> list[Suggestion]:
+    """Try single changes in their order, then the two cheapest together if neither fits alone."""
+    found = []
+    unhelpful = []  # attempts that training can do, that do not fit alone
+    for change in (_checkpointing, _single_sequences, _shorter, _smaller_rank, _half_precision):
+        tried = _first_fit(change(attempt), shape)
+        if tried is not None:
+            found.append(tried)
+            if not tried.fits:
+                unhelpful.append(change)
+    if len(unhelpful) == len(found):
+        found += _together(attempt, shape, unhelpful)
+    for change in (_four_bit, _one_more_device):
+        tried = _first_fit(change(attempt), shape)
+        found += [tried] if tried else []
+    return found
+
+
+Trials = Iterator[tuple[str, Attempt]]
+Change = Callable[[Attempt], Trials]
+
+
+def _first_fit(trials: Trials, shape: ModelShape) -> Suggestion | None:
+    """Judge trials from small to large until one fits; None where there is none to try."""
+    last = None
+    for change, attempt in trials:
+        shortfall = attempt.shortfall(shape)
+        num_devices = shortfall.fewest_devices()
+        last = (change, attempt, shortfall)
+        if num_devices is not None:
+            return Suggestion(
+                change=change,
+                num_devices=num_devices,
+                missing_bytes=0,
+                available=attempt.weight_bytes_per_param != FOUR_BIT_BYTES,
+            )
+    if last is None:
+        return None
+    change, attempt, shortfall = last
+    return Suggestion(
+        change=change,
+        num_devices=None,
+        missing_bytes=shortfall.missing_bytes(),
+        available=attempt.weight_bytes_per_param != FOUR_BIT_BYTES,
+    )
+
+
+def _together(
+    attempt: Attempt, shape: ModelShape, changes: Sequence[Change]
+) -> Iterator[Suggestion]:
+    """Judge the two cheapest changes together, and all of them where that is not enough."""
+    if len(changes) < 2:
+        return
+    for count in sorted({2, len(changes)}):
+        names, changed = [], attempt
+        for change in changes[: count - 1]:
+            *_, (name, changed) = change(changed)
+            names.append(name)
+        begin = ", ".join(names)
+        trials = ((f"{begin} and {last}", both) for last, both in changes[count - 1](changed))
+        found = _first_fit(trials, shape)
+        if found is not None:
+            yield found
+            if found.fits:
+                return
+
+
+def _with(attempt: Attempt, **changes: object) -> Attempt:
+    config = TrainConfig.from_mapping(attempt.config.to_dict() | changes, source="suggestion")
+    return dataclasses.replace(attempt, config=config)
+
+
+def _checkpointing(attempt: Attempt) -> Trials:
+    if not attempt.config.checkpoint_activations:
+        yield "--checkpoint-activations", _with(attempt, checkpoint_activations=True)
+
+
+def _single_sequences(attempt: Attempt) -> Trials:
+    if attempt.microbatch_size > 1:
+        yield "--microbatch-size 1", dataclasses.replace(attempt, microbatch_size=1)
+
+
+def _shorter(attempt: Attempt) -> Trials:
+    length = attempt.config.max_seq_length // 2
+    while length >= MIN_SEQ_LENGTH:
+        yield f"--max-seq-length {length}", _with(attempt, max_seq_length=length)
+        length //= 2
+
+
+def _smaller_rank(attempt: Attempt) -> Trials:
+    rank = attempt.config.rank // 2
+    while rank >= MIN_RANK:
+        yield f"--rank {rank}", _with(attempt, rank=rank)
+        rank //= 2
+
+
+def _half_precision(attempt: Attempt) -> Trials:
+    if attempt.value_bytes > 2:
+        yield (
+            "--dtype bf16",
+            dataclasses.replace(attempt, value_bytes=2, weight_bytes_per_param=2.0),
+        )
+
+
+def _four_bit(attempt: Attempt) -> Trials:
+    yield "a 4-bit base", dataclasses.replace(attempt, weight_bytes_per_param=FOUR_BIT_BYTES)
+
+
+def _one_more_device(attempt: Attempt) -> Trials:
+    name, memory = max(attempt.usable_bytes, key=lambda pair: (pair[1], pair[0]))
+    if len(attempt.usable_bytes) < MAX_DEVICES:
+        more = (*attempt.usable_bytes, ("one more", memory))
+        yield (
+            f"one more device like {name} ({gigabytes(memory)})",
+            dataclasses.replace(attempt, usable_bytes=more),
+        )

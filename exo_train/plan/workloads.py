@@ -1,0 +1,45 @@
+"""From a run's options to what one step of it asks of devices. Owns that translation.
+
+Pure. Must not know devices or choose anything.
+"""
+
+from __future__ import annotations
+
+from exo_train.config import TrainConfig
+from exo_train.plan.memory import ModelShape, boundary_cost, pseudo_layer_costs
+from exo_train.plan.profiles import Workload
+
+
+def run_workload(
+    shape: ModelShape,
+    config: TrainConfig,
+    *,
+    microbatch_size: int,
+    value_bytes: int,
+    weight_bytes_per_param: float | None = None,
+) -> Workload:
+    """Give the step's memory, messages and microbatches.
+
+    `value_bytes` are of one activation, on a device and between two; weights take as many unless
+    `weight_bytes_per_param` says otherwise (4.5 / 8 for 4-bit groups of 64).
+    """
+    tokens = microbatch_size * config.max_seq_length
+    return Workload(
+        costs=pseudo_layer_costs(
+            shape,
+            weight_bytes_per_param=(
+                value_bytes if weight_bytes_per_param is None else weight_bytes_per_param
+            ),
+            lora_rank=config.rank,
+            targets=config.targets,
+            microbatch_tokens=tokens,
+            activation_bytes=value_bytes,
+            checkpoint_activations=config.checkpoint_activations,
+        ),
+        boundary_bytes=tokens * shape.hidden_size * value_bytes,
+        num_microbatches=-(-config.batch_size // microbatch_size),
+        schedule="1f1b" if config.pipeline_schedule == "1f1b" else "gpipe",
+        per_stage=boundary_cost(
+            hidden_size=shape.hidden_size, microbatch_tokens=tokens, wire_bytes=value_bytes
+        ),
+    )

@@ -1,0 +1,48 @@
+"""A stage's memory by kind: Llama 3.1 8B, reckoned by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from exo_train.config import ALL_TARGETS, TrainConfig
+from exo_train.plan.memory import activation_bytes_per_token
+from exo_train.plan.memory_kinds import memory_by_kind
+from exo_train.plan.stages import StageSpec
+from exo_train.plan.workloads import run_workload
+from tests.unit.plan.test_plan_memory import LLAMA_8B, SMALL
+
+CONFIG = TrainConfig(batch_size=8, max_seq_length=2048, rank=16, checkpoint_activations=True)
+WORKLOAD = run_workload(LLAMA_8B, CONFIG, microbatch_size=2, value_bytes=2)
+HIDDEN_BYTES = 2 * 2048 * 4096 * 2  # one tensor between layers
+
+
+def test_the_whole_model_on_one_device():
+    whole = StageSpec(start=0, end=32, embedding=True, head=True)
+    kinds = memory_by_kind(WORKLOAD, whole, in_flight=1)
+    assert kinds.weights_bytes == 2 * 8_030_261_248
+    assert kinds.adapters_bytes == 16 * 41_943_040
+    # A layer input each, what came and what goes, the head's input thrice (16 bit and fp32).
+    assert kinds.activations_bytes == HIDDEN_BYTES * (32 + 2 + 3)
+    # 1024 tokens' logits (1.3 GB) are more than a recomputed layer (1.1 GB).
+    assert (kinds.logits_bytes, kinds.workspace_bytes) == (1024 * 128256 * 10, 0)
+
+
+def test_a_recomputed_layer_counts_where_it_is_larger():
+    workload = run_workload(LLAMA_8B, CONFIG, microbatch_size=4, value_bytes=2)
+    last = StageSpec(start=30, end=32, embedding=False, head=True)
+    kinds = memory_by_kind(workload, last, in_flight=1)
+    gradients = 3 * 4 * 2048 * 14336 * 2
+    activations = activation_bytes_per_token(
+        LLAMA_8B, lora_rank=16, targets=ALL_TARGETS, activation_bytes=2
+    )
+    assert kinds.workspace_bytes == gradients + 4 * 2048 * activations
+    assert kinds.logits_bytes == 0
+
+
+@pytest.mark.parametrize("embedding", [True, False])
+def test_tied_weights_are_there_once_on_a_stage(embedding):
+    workload = run_workload(SMALL, TrainConfig(), microbatch_size=1, value_bytes=4)
+    stage = StageSpec(start=0, end=4, embedding=embedding, head=True)
+    layers = StageSpec(start=0, end=4, embedding=False, head=False)
+    kinds = [memory_by_kind(workload, s, in_flight=1).weights_bytes for s in (stage, layers)]
+    assert kinds[0] - kinds[1] == 4 * 128 * 256 + 4 * 256  # and the final norm
