@@ -50,6 +50,12 @@ class AgentActions:
     def leave(self) -> pb.LeaveReply:
         """End this device's membership: the others are told, its keys deleted, the agent ended."""
         agent = self._agent
+        if any(copy.node_id == agent.node_id for copy in agent.meeting.duplicates()):
+            raise ConfigError(
+                "another device runs with this one's identity, and leaving would end its "
+                "membership too; on the copy, end `exo-train join` and run `exo-train leave "
+                "--forget`"
+            )
         agent.admissions.note_own_removal(agent.node_id)
         told = [self._name(node_id) for node_id in agent.meeting.spread_roster()]
         agent.leave()

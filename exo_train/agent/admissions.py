@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from exo_train.cluster.home import Home
-from exo_train.cluster.roster import RosterState
+from exo_train.cluster.roster import Roster, RosterState
 from exo_train.errors import ConfigError
 from exo_train.identity import Identity, MemberCertificate, issue_certificate, read_certificate
 from exo_train.peer import Address, NodeId
@@ -32,6 +32,7 @@ class Admissions:
         self._on_removed = on_removed
         self._roster = home.roster(identity)
         self._lock = threading.Lock()
+        self._save_lock = threading.Lock()
         self.tls = MemberTls(identity, self.certificate)
 
     def admit(self, der: bytes) -> NodeId:
@@ -46,8 +47,9 @@ class Admissions:
                 raise RemovedError(f"device {node_id} was removed from this cluster")
             before = self._roster.members()
             self._roster.admit(der)
-            if self._roster.members() != before:
-                self._save()
+            is_new = self._roster.members() != before
+        if is_new:
+            self._save()
         return node_id
 
     def invite(self, public_key: bytes, addresses: tuple[Address, ...]) -> pb.Admission:
@@ -56,7 +58,7 @@ class Admissions:
         with self._lock:
             self._roster.admit(certificate)
             roster = self._roster.state().to_message()
-            self._save()
+        self._save()
         return pb.Admission(
             cluster=self.identity.cluster,
             authority_certificate=self.identity.authority_certificate,
@@ -82,6 +84,10 @@ class Admissions:
         with self._lock:
             return self._roster.is_removed(node_id)
 
+    def removed(self) -> tuple[NodeId, ...]:
+        with self._lock:
+            return tuple(removal.node_id for removal in self._roster.state().removals)
+
     def digest(self) -> bytes:
         with self._lock:
             return self._roster.digest()
@@ -97,8 +103,8 @@ class Admissions:
             before = {removal.node_id for removal in self._roster.state().removals}
             changed = self._roster.merge(state)
             removed = {removal.node_id for removal in self._roster.state().removals} - before
-            if changed:
-                self._save()
+        if changed:
+            self._save()
         for node_id in sorted(removed):
             self._on_removed(node_id)
 
@@ -106,18 +112,21 @@ class Admissions:
         """End a membership for ever, in this device's name."""
         with self._lock:
             self._roster.remove(node_id, by=self.identity.node_id)
-            self._save()
+        self._save()
         self._on_removed(node_id)
 
     def note_own_removal(self, by: NodeId) -> None:
         """Remember that this device is no member any more, so that it does not try again."""
         with self._lock:
             self._roster.remove(self.identity.node_id, by=by)
-            self._save()
+        self._save()
 
     def _save(self) -> None:
-        """Write the roster down; under the lock, so that an older one never comes last."""
-        try:
-            self._home.save_roster(self._roster)
-        except ConfigError as error:  # a full disk must not refuse a member's call
-            log.warning("%s", error)
+        """Write the newest roster down; a slow disk keeps no caller waiting at the gate."""
+        with self._save_lock:
+            with self._lock:
+                newest = Roster.of(self.identity, self._roster.state())
+            try:
+                self._home.save_roster(newest)
+            except ConfigError as error:  # a full disk must not refuse a member's call
+                log.warning("%s", error)

@@ -22,6 +22,7 @@ from exo_train.agent.invitations import Invitations
 from exo_train.agent.local_client import Invitation
 from exo_train.agent.local_service import LocalService
 from exo_train.agent.meeting import Meeting
+from exo_train.agent.noticing import going_on
 from exo_train.agent.own_device import LOOPBACK, JoinOptions, OwnDevice
 from exo_train.agent.protocol import PROTOCOL_VERSION, Introduction, greeting
 from exo_train.agent.run_session import WorkerSettings
@@ -34,9 +35,10 @@ from exo_train.cluster.discovery import Discovery
 from exo_train.cluster.home import Home, RememberedPeer
 from exo_train.cluster.interfaces import LocalAddress, all_dialable, without_zone
 from exo_train.cluster.link_facts import to_message
+from exo_train.cluster.steady_clock import steady_s
 from exo_train.errors import ConfigError, PeerError
 from exo_train.peer import NodeId
-from exo_train.transport.channel import bind, bind_all, new_server
+from exo_train.transport.channel import bind, bind_each, new_server
 from exo_train.transport.probe import probe_handler
 from exo_train.transport.tls import Gate
 from exo_train.transport.weight_server import WeightServer
@@ -74,7 +76,7 @@ class Agent:
         self.failure: PeerError | None = None
         self.device = OwnDevice(home, options)
         self._options = options
-        self._started_s = time.monotonic()
+        self._started_s = steady_s()
         self._instance = secrets.token_hex(8)
         self._closing = threading.Event()
         self._is_leaving = False
@@ -117,15 +119,22 @@ class Agent:
             introduce=self.introduce,
             on_expelled=self._take_expulsion,
             lasting=self._options.peers,
+            may_dial=self.device.may_dial,
             say=self.say,
+        )
+        token = secrets.token_hex(16)
+        self._local = LocalService(
+            token=token,
+            actions=AgentActions(self),
+            weights=self._weights,
+            weights_addresses=lambda: self.device.addresses(self._weights.port),
         )
         self._control = ControlService(
             self.meeting, self.admissions, self.gate, self._worker_settings
         )
-        self._listening = set(self.device.listen_hosts)
-        self.device.port = self._serve_control(
-            stack, self._control, self.device.listen_hosts, self._options.port
-        )
+        hosts, port = self.device.listen_hosts, self._options.port
+        self.device.port, bound = self._serve_control(stack, self._control, hosts, port)
+        self._listening = set(bound)
         self._survey = Survey(
             self.meeting,
             tls,
@@ -139,14 +148,14 @@ class Agent:
             self._discover, say=self.say, cluster=self.admissions.identity.cluster
         )
         self.invitations = Invitations(
-            self.device.listen_hosts,
+            lambda: self.device.listen_hosts,
             admit=lambda key: self.admissions.invite(key, self.device.addresses()),
             addresses=self.device.addresses,
             announcer=self.announcer,
             say=self.say,
         )
         stack.callback(self.invitations.close)
-        self._open_local(stack)
+        self._open_local(stack, token)
         self._start(stack, self._control, self._survey)
 
     def _serve_control(
@@ -155,8 +164,8 @@ class Agent:
         control: ControlService,
         hosts: tuple[str, ...],
         port: int,
-    ) -> int:
-        """Answer other devices, members only, whatever they call; gives the port."""
+    ) -> tuple[int, tuple[str, ...]]:
+        """Answer other devices, members only, whatever they call; gives the port and where."""
         identity = self.admissions.identity
         server = new_server(
             max_workers=CONTROL_THREADS,
@@ -164,25 +173,18 @@ class Agent:
             interceptors=[self.gate],
             name="control",
         )
-        stack.callback(lambda: server.stop(SERVER_STOP_S).wait())
         add_ControlServicer_to_server(control, server)
         hello = greeting(
             node_id=identity.node_id, instance=self._instance, certificate=identity.certificate
         )
         add_HandshakeServicer_to_server(HandshakeService(hello), server)
-        bound = bind_all(server, hosts, port, credentials=self.admissions.tls.server())
+        bound = bind_each(server, hosts, port, credentials=self.admissions.tls.server())
         server.start()
+        stack.callback(lambda: server.stop(SERVER_STOP_S).wait())
         return bound
 
-    def _open_local(self, stack: contextlib.ExitStack) -> None:
+    def _open_local(self, stack: contextlib.ExitStack, token: str) -> None:
         """Answer commands of this home, and write down how they reach us."""
-        token = secrets.token_hex(16)
-        self._local = LocalService(
-            token=token,
-            actions=AgentActions(self),
-            weights=self._weights,
-            weights_addresses=lambda: self.device.addresses(self._weights.addresses[0].port),
-        )
         server = new_server(max_workers=LOCAL_THREADS, name="local")
         stack.callback(lambda: server.stop(SERVER_STOP_S).wait())
         add_LocalServicer_to_server(self._local, server)
@@ -192,9 +194,12 @@ class Agent:
 
     def _start(self, stack: contextlib.ExitStack, control: ControlService, survey: Survey) -> None:
         self.meeting.start()
+        for node_id in self.admissions.removed():
+            self.meeting.removed(node_id)
         for peer in self.home.remembered_peers():
-            for address in all_dialable(peer.addresses):
-                self.meeting.suggest(address, peer.node_id, is_lasting=True)
+            if self.admissions.certificate(peer.node_id) is not None:
+                for address in all_dialable(peer.addresses):
+                    self.meeting.suggest(address, peer.node_id, is_lasting=True)
         stack.callback(self.meeting.close)
         stack.callback(control.close)
         survey.start()
@@ -240,10 +245,12 @@ class Agent:
         return describe(
             self.introduce(),
             self.meeting,
+            roster=self.admissions.members(),
+            remembered=self.home.remembered_peers(),
             links=self.survey.listing(),
             other_clusters=len(self.announcer.heard().other_clusters),
             worker_pid=self._control.worker_pid() if self._control else None,
-            age_s=time.monotonic() - self._started_s,
+            age_s=steady_s() - self._started_s,
         )
 
     def _upkeep(self) -> None:
@@ -251,40 +258,49 @@ class Agent:
         is_ending = False
         while not is_ending:
             if self._options.discover:
-                # Alone in its cluster, it waits for a code to be used and misses nobody.
-                is_alone = not self.meeting.members() and not self.is_alone
-                usable = self.device.usable()
-                self.announcer.follow(usable, is_alone=is_alone, now_s=time.monotonic())
-                for address in self.announcer.heard().copies:
-                    self.meeting.suggest(address, None)  # who runs with our identity there?
+                with going_on(log):
+                    self._follow_network()
             is_ending = self._closing.wait(UPKEEP_S)
-            with contextlib.suppress(ConfigError, PeerError):  # away, or not ready: next time
-                self._follow_interface()
-            self.strangers.look(self._known_hosts())
-            met = [
-                RememberedPeer(node_id=m.facts.node_id, name=m.facts.name, addresses=m.proven)
-                for m in self.meeting.live()
-                if m.proven
-            ]
-            try:
-                self.home.remember_peers(met)
-            except ConfigError as error:  # a full disk must not end this thread
-                log.warning("%s", error)
+            with going_on(log):
+                self.strangers.look(self._known_hosts())
+                self._remember()
         self.announcer.close()
+
+    def _follow_network(self) -> None:
+        # Alone in its cluster, it waits for a code to be used and misses nobody.
+        is_alone = not self.meeting.members() and not self.is_alone
+        usable = self.device.usable()
+        self.announcer.follow(usable, is_alone=is_alone, now_s=time.monotonic())
+        for address in self.announcer.heard().copies:
+            self.meeting.suggest(address, None)  # who runs with our identity there?
+        with contextlib.suppress(ConfigError, PeerError):  # away, or not ready: next time
+            self._follow_interface()
+
+    def _remember(self) -> None:
+        met = [
+            RememberedPeer(node_id=m.facts.node_id, name=m.facts.name, addresses=m.proven)
+            for m in self.meeting.live()
+            if m.proven
+        ]
+        try:
+            self.home.remember_peers(met)
+        except ConfigError as error:  # a full disk
+            log.warning("%s", error)
 
     def _follow_interface(self) -> None:
         """Listen on addresses that a named interface got since; all interfaces need no care."""
         new = tuple(h for h in self.device.listen_hosts if h not in self._listening)
         if not new or len(self._listening) >= MAX_LISTENING or self._control is None:
             return
-        self._weights.listen_also(new)
-        self._serve_control(self._stack, self._control, new, self.port)
-        self._listening |= set(new)
+        _, bound = self._serve_control(self._stack, self._control, new, self.port)
+        self._listening |= set(bound)
+        self._weights.listen_also(bound)
 
     def _known_hosts(self) -> set[str]:
         """Give hosts whose connections are nothing new: members', and this device's own."""
         addresses = [a for m in self.meeting.members() for a in (*m.proven, *m.addresses)]
-        hosts = {*(a.host for a in addresses), *self.device.hosts(), LOOPBACK, "::1"}
+        hosts = {*(a.host for a in addresses), *self.gate.hosts(), *self.device.hosts()}
+        hosts |= {LOOPBACK, "::1"}
         return {without_zone(host) for host in hosts}
 
     def _discover(self, addresses: list[LocalAddress]) -> Discovery:

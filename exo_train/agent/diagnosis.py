@@ -24,6 +24,7 @@ from exo_train.cluster.checks.tools import ToolAnswer, ask_tool, ask_tools
 from exo_train.cluster.home import Home
 from exo_train.cluster.interface_kinds import LOOPBACK, WI_FI
 from exo_train.cluster.interfaces import default_route, dialable
+from exo_train.cluster.roster import Roster
 from exo_train.errors import ConfigError, ExoTrainError
 from exo_train.peer import Address
 from exo_train.transport.reach import MAX_ADDRESSES, Reach, reach_all
@@ -50,7 +51,7 @@ class Facts:
     python: str  # the program that a firewall must let in
     agent: AgentFacts | None
     agent_trouble: str = ""  # it runs, but does not answer
-    home_trouble: str = ""  # the stored identity cannot be used
+    home_trouble: str = ""  # the stored membership cannot be used
     interfaces: tuple[network.InterfaceFacts, ...]
     multicast: Mapping[str, network.MulticastFacts]
     outward_interface: str
@@ -75,11 +76,11 @@ def diagnose(home: Home) -> list[Finding]:
 
 def gather(home: Home, environment: Mapping[str, str]) -> Facts:
     """Ask the system, the network and the agent, all at once."""
-    home_trouble = _home_trouble(home)
+    roster, home_trouble = _read_membership(home)
     with ThreadPoolExecutor(8, thread_name_prefix="doctor") as pool:
         tools = pool.submit(ask_tools, _tools())
         backend = pool.submit(_read_backend)
-        dialled = pool.submit(_dial_remembered, home)
+        dialled = pool.submit(_dial_remembered, home, roster)
         agent, agent_trouble = ask_agent(home)
         interfaces = _joined(agent.interfaces if agent else (), reading.read_interfaces())
         probed = pool.submit(_probe, interfaces)
@@ -152,10 +153,11 @@ def _about_agent(facts: Facts) -> list[Finding]:
     if facts.home_trouble:
         fix = "pair this device anew: exo-train leave, then exo-train join --code CODE"
         found.append(Finding("identity", "wrong", facts.home_trouble, fix, "configuration"))
+    start = "" if facts.home_trouble else "exo-train join"  # which would be refused
     if facts.agent_trouble:
-        found.append(Finding("agent", "wrong", facts.agent_trouble, "exo-train join"))
+        found.append(Finding("agent", "wrong", facts.agent_trouble, start))
     elif facts.agent is None:
-        found.append(Finding("agent", "unknown", NEEDS_AGENT, "exo-train join"))
+        found.append(Finding("agent", "unknown", NEEDS_AGENT, start))
     else:
         found.append(Finding("agent", "ok", f"this home's agent runs on port {facts.port}"))
     return found
@@ -167,9 +169,7 @@ def _about_meeting(facts: Facts, open_lines: str) -> list[Finding]:
     failures = facts.agent.not_met if facts.agent else _remembered_failures(facts.dialled)
     is_running = facts.agent is not None
     no_routes = [
-        network.NoRoute(device=f.device, host=_host(f.address))
-        for f in failures
-        if f.failure == "no route"
+        network.NoRoute(device=f.device, host=f.host) for f in failures if f.failure == "no route"
     ]
     used = [i for i in facts.interfaces if i.is_used]
     found = network.check_multicast(facts.multicast, known=known, open_lines=open_lines)
@@ -188,7 +188,7 @@ def _about_meeting(facts: Facts, open_lines: str) -> list[Finding]:
     )
     found += peers.check_not_met(failures, is_running=is_running)
     found += peers.check_access_point(
-        [f for f in failures if network.network_of(_host(f.address), used)],
+        [f for f in failures if network.network_of(f.host, used)],
         num_met=len(met),
         num_heard=sum(m.heard for m in facts.multicast.values()),
         wifi_interfaces=list(dict.fromkeys(i.interface for i in used if i.kind == WI_FI)),
@@ -216,10 +216,7 @@ def _about_others(facts: Facts, agent: AgentFacts, open_lines: str) -> list[Find
 def _met(facts: Facts) -> tuple[list[str], dict[str, list[str]]]:
     """Name the devices that answer: all, and those with an address in each interface's network."""
     if facts.agent is not None:
-        met = {m.name: facts.agent.addresses.get(m.name, ()) for m in facts.agent.members}
-        for member in facts.agent.members:
-            if member.is_self or not member.is_live:
-                met.pop(member.name, None)
+        met = {m.name: m.hosts for m in facts.agent.members if m.is_live and not m.is_self}
     else:
         met = {
             name: hosts
@@ -265,12 +262,16 @@ def _dialled_back(agent: AgentFacts | None, *, connected: bool) -> list[str]:
     ]
 
 
-def _home_trouble(home: Home) -> str:
+def _read_membership(home: Home) -> tuple[Roster | None, str]:
+    """Give who belongs to the cluster, if this device is in one, and why it cannot be used."""
     try:
-        home.identity()
+        identity = home.identity()
+        roster = home.roster(identity) if identity else None
     except ConfigError as error:
-        return str(error)
-    return ""
+        return None, str(error)
+    if identity and roster and roster.is_removed(identity.node_id):
+        return roster, "this device was removed from its cluster, whose members refuse it"
+    return roster, ""
 
 
 def ask_agent(home: Home) -> tuple[AgentFacts | None, str]:
@@ -295,11 +296,15 @@ def _with_names(agent: AgentFacts, home: Home) -> AgentFacts:
     return replace(agent, not_met=tuple(named))
 
 
-def _dial_remembered(home: Home) -> dict[str, tuple[tuple[Address, Reach], ...]]:
-    """Dial devices met earlier, by name."""
+def _dial_remembered(
+    home: Home, roster: Roster | None
+) -> dict[str, tuple[tuple[Address, Reach], ...]]:
+    """Dial members met earlier, by name; whoever was removed since is missed by nobody."""
+    members = roster.members() if roster else ()
     wanted = [
         (peer.name, address)
         for peer in home.remembered_peers()
+        if peer.node_id in members
         for remembered in peer.addresses
         for address in dialable(remembered)
     ][:MAX_ADDRESSES]
@@ -385,7 +390,3 @@ def _summed(
             )
         )
     return summed
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0].strip("[]")

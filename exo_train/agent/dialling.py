@@ -6,7 +6,9 @@ decide whom to call.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import grpc
@@ -145,6 +147,17 @@ class Dialling:
                 f"version on both"
             )
         return answer
+
+
+@contextlib.contextmanager
+def calling(address: Address) -> Iterator[None]:
+    """Turn what a call on a proven channel raises into PeerError and its kinds."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise refusal_of(error, address) from None
+    except ValueError:  # gRPC's word for a channel that another thread has closed meanwhile
+        raise PeerError(f"the channel to {address} was closed") from None
 
 
 def refusal_of(error: grpc.RpcError, address: Address) -> PeerError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 from exo_train.cluster.checks.network import InterfaceFacts, MulticastFacts
 from exo_train.cluster.checks.peers import (
@@ -17,15 +17,15 @@ from exo_train.cluster.checks.peers import (
     Duplicate,
     LinkLine,
     MemberFacts,
+    NotAnnounced,
     NotMet,
 )
+from exo_train.peer import Address
 
 EXAMINATION_SCHEMA = 1
 # What could not be met long ago has moved on, or was switched off.
 RECENT_FAILURE_S = 300.0
 SHOWN_ID_CHARS = 8
-
-DialBackOutcome = Literal["connected", "refused", "timed out", "no route"]
 
 
 class InterfaceSeen(TypedDict):
@@ -38,16 +38,6 @@ class InterfaceSeen(TypedDict):
     reason: str  # why it is not used; empty when it is
 
 
-class MulticastCounts(TypedDict):
-    """Packets of UDP 5353 on one interface since the agent began to announce there."""
-
-    sent: int
-    heard: int  # from other devices, of any service
-    exo_train_heard: int
-    echoed: int  # those that name this device
-    malformed: int
-
-
 class NotMetSeen(TypedDict):
     """A device that was suggested (mDNS, remembered, --peer), but could not be met."""
 
@@ -56,21 +46,6 @@ class NotMetSeen(TypedDict):
     failure: DialFailure
     age_s: float  # since the last try
     is_expected: bool  # mDNS tells of it, or --peer named it; else it may just be off
-
-
-class NotAnnouncedSeen(TypedDict):
-    """A member reached by address of which mDNS has told nothing."""
-
-    member: str
-    address: str
-
-
-class DialBackSeen(TypedDict):
-    """What a member said of dialling this device (Control.DialBack)."""
-
-    member: str  # its name
-    address: str  # of this device
-    outcome: DialBackOutcome
 
 
 class DuplicateSeen(TypedDict):
@@ -90,17 +65,17 @@ class Limits(TypedDict):
 
 
 class Examination(TypedDict):
-    """The JSON of Local.Examine."""
+    """The JSON of Local.Examine; plain rows are the fields of the dataclass that they name."""
 
     schema: int  # EXAMINATION_SCHEMA
     status: dict[str, Any]  # as `status --json`; members may have "unreachable": true
     interfaces: list[InterfaceSeen]
-    multicast: dict[str, MulticastCounts]  # by interface
+    multicast: dict[str, dict[str, int]]  # by interface: multicast.MulticastCounts
     multicast_left_out: dict[str, str]  # where mDNS could not be opened → why
     other_clusters: int
     seen_but_not_met: list[NotMetSeen]
-    not_announced: list[NotAnnouncedSeen]
-    dial_back: list[DialBackSeen]
+    not_announced: list[dict[str, str]]  # NotAnnounced
+    dial_back: list[dict[str, str]]  # DialBack
     clock_skew_s: dict[str, float]  # by member name; positive: its clock is ahead of ours
     duplicates: list[DuplicateSeen]
     links: list[LinkSeen]
@@ -113,13 +88,12 @@ class AgentFacts:
     """An Examination as the checks take it."""
 
     members: tuple[MemberFacts, ...]
-    addresses: Mapping[str, tuple[str, ...]]  # hosts by member name
     interfaces: tuple[InterfaceFacts, ...]
     multicast: Mapping[str, MulticastFacts]
     multicast_left_out: Mapping[str, str]
     num_other_clusters: int
     not_met: tuple[NotMet, ...]
-    not_announced: tuple[NotMet, ...]
+    not_announced: tuple[NotAnnounced, ...]
     dial_back: tuple[DialBack, ...]
     clock_skew_s: Mapping[str, float]
     duplicates: tuple[Duplicate, ...]
@@ -137,11 +111,6 @@ def read_examination(content: Mapping[str, Any]) -> AgentFacts:
     limits = content.get("limits", {})
     return AgentFacts(
         members=tuple(_member(row, own_id=status.get("self", "")) for row in rows),
-        addresses={
-            row["name"]: tuple(_host(address) for address in row.get("addresses", []))
-            for row in rows
-            if row["id"] != status.get("self")
-        },
         interfaces=tuple(InterfaceFacts(**row) for row in content.get("interfaces", [])),
         multicast={
             name: MulticastFacts(**counts) for name, counts in content.get("multicast", {}).items()
@@ -158,10 +127,7 @@ def read_examination(content: Mapping[str, Any]) -> AgentFacts:
             for row in content.get("seen_but_not_met", [])
             if row.get("age_s", 0.0) <= RECENT_FAILURE_S
         ),
-        not_announced=tuple(
-            NotMet(device=row["member"], address=row["address"], failure="timed out")
-            for row in content.get("not_announced", [])
-        ),
+        not_announced=tuple(NotAnnounced(**row) for row in content.get("not_announced", [])),
         dial_back=tuple(DialBack(**row) for row in content.get("dial_back", [])),
         clock_skew_s=content.get("clock_skew_s", {}),
         duplicates=tuple(
@@ -187,10 +153,7 @@ def _member(row: Mapping[str, Any], *, own_id: str) -> MemberFacts:
         name=row["name"],
         version=row.get("version", ""),
         state=row["state"],
+        hosts=tuple(Address.parse(text).host for text in row.get("addresses", [])),
         is_self=row["id"] == own_id,
         is_unreachable=bool(row.get("unreachable", False)),
     )
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0].strip("[]")

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import psutil
 
 from exo_train.agent.examination import (
     EXAMINATION_SCHEMA,
-    DialBackSeen,
     DuplicateSeen,
     Examination,
     InterfaceSeen,
     Limits,
     LinkSeen,
-    MulticastCounts,
-    NotAnnouncedSeen,
     NotMetSeen,
 )
-from exo_train.cluster.checks.peers import DialFailure
+from exo_train.cluster.checks.peers import DialBack, DialFailure, NotAnnounced
 from exo_train.cluster.interfaces import local_addresses
 from exo_train.cluster.member import MemberState
 from exo_train.cluster.whom_to_ask import Failure
@@ -48,21 +46,14 @@ def examine(agent: Agent) -> Examination:
     status = agent.status()
     names = {row["id"]: row["name"] for row in status["members"]}
     announced = {seen.node_id for seen in heard.seen}
-    met = {m.facts.node_id for m in agent.meeting.members() if m.answers or m.state is _LEFT}
+    # Met at another address, gone with a goodbye, or removed.
+    not_missed = {m.facts.node_id for m in agent.meeting.members() if m.answers or m.state is _LEFT}
+    not_missed |= set(agent.admissions.removed())
     content: Examination = {
         "schema": EXAMINATION_SCHEMA,
         "status": status,
         "interfaces": _interfaces(agent),
-        "multicast": {
-            name: MulticastCounts(
-                sent=counts.sent,
-                heard=counts.heard,
-                exo_train_heard=counts.exo_train_heard,
-                echoed=counts.echoed,
-                malformed=counts.malformed,
-            )
-            for name, counts in heard.interfaces.items()
-        },
+        "multicast": {name: asdict(counts) for name, counts in heard.interfaces.items()},
         "multicast_left_out": dict(heard.left_out),
         "other_clusters": len(heard.other_clusters),
         "seen_but_not_met": [
@@ -74,15 +65,15 @@ def examine(agent: Agent) -> Examination:
                 is_expected=not one.node_id or one.node_id in announced,
             )
             for one in agent.meeting.noticed.not_met()
-            if one.node_id not in met  # at another address, or it has said goodbye
+            if one.node_id not in not_missed
         ],
         "not_announced": [
-            NotAnnouncedSeen(member=m.facts.name, address=str(m.proven[0]))
+            asdict(NotAnnounced(member=m.facts.name, address=str(m.proven[0])))
             for m in agent.meeting.live()
             if m.proven and m.facts.node_id not in announced
         ],
         "dial_back": [
-            DialBackSeen(member=one.member, address=str(one.address), outcome=one.outcome)
+            asdict(DialBack(member=one.member, address=str(one.address), outcome=one.outcome))
             for one in agent.survey.dial_backs()
         ],
         "clock_skew_s": {

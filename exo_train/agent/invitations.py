@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 
 from exo_train.agent.announcing import Announcer
@@ -28,11 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class Invitations:
-    """Thread-safe; `addresses` gives where this device is reached at a port."""
+    """Thread-safe; `hosts` gives where to listen, `addresses` where a port is reached."""
 
     def __init__(
         self,
-        hosts: Sequence[str],
+        hosts: Callable[[], Sequence[str]],
         *,
         admit: Callable[[bytes], pairing_pb2.Admission],
         addresses: Callable[[int], tuple[Address, ...]],
@@ -42,16 +43,18 @@ class Invitations:
         self._addresses = addresses
         self._announcer = announcer
         self._say = say
+        self._inviting = threading.Lock()  # what is announced is the code that lives
         self._desk = PairingDesk(hosts, admit=admit, on_closed=self._closed)
 
     def invite(self) -> tuple[str, float, tuple[Address, ...]]:
         """Make a code; gives it, how long it lives, and where the pairing port is open."""
-        code, expires_s = self._desk.invite()
-        port = self._desk.port
-        if port is None:
-            raise PeerError(f"the code {code} was used or replaced at once; ask for another one")
-        self._announcer.announce_pairing(secrets.token_hex(PAIRING_ID_BYTES), port)
-        return str(code), expires_s, self._addresses(port)
+        with self._inviting:
+            made = self._desk.invite()
+            self._announcer.announce_pairing(secrets.token_hex(PAIRING_ID_BYTES), made.port)
+            if self._desk.port != made.port:  # it was over before it was announced
+                self._announcer.withdraw_pairing()
+                raise PeerError(f"the code {made.code} was void at once; ask for another one")
+        return str(made.code), made.lifetime_s, self._addresses(made.port)
 
     def close(self) -> None:
         self._desk.close()

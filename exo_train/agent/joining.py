@@ -32,21 +32,25 @@ def become_member(
     peers: Sequence[Address],
     interface: str | None,
     say: Callable[[str], None],
+    stopped: threading.Event | None = None,
 ) -> None:
     """Pair this home with the device that printed the code.
 
+    Typed addresses go first: the network is listened to only when nobody with the code is there.
     Raises ConfigError when the code is none or this device belongs to others already, PeerError
-    when pairing fails; the home is unchanged then.
+    when pairing fails, InterruptedRunError soon after `stopped` was set; the home is unchanged
+    then.
     """
     code = Code.parse(code_text)
     home.check_free()
     check_unattached(home)
     say(f"looking for the device that shows {code} …")
-    stop = threading.Event()
-    try:
-        paired = pair(_candidates(peers, interface, stop), code)
-    finally:
-        stop.set()
+    paired = pair(
+        all_dialable(peers),
+        code,
+        otherwise=lambda ended: _heard(interface, ended, is_all=not peers),
+        stopped=stopped,
+    )
     home.forget_membership()
     home.store_membership(paired.identity, paired.roster)
     inviter_id = read_certificate(
@@ -57,6 +61,14 @@ def become_member(
     home.remember_peers([inviter])
     num_others = len(home.roster(paired.identity).members()) - 1
     say(f"paired: this device is a member now, with {num_others} other(s)")
+
+
+def forget_cluster(home: Home) -> None:
+    """Delete this home's membership and tell nobody; raises ConfigError while its agent runs."""
+    home.check_free()
+    if not home.has_membership_files():
+        raise ConfigError("this device belongs to no cluster; there is nothing to forget")
+    home.forget_membership()
 
 
 def leave_cluster(home: Home) -> tuple[str, ...]:
@@ -149,15 +161,12 @@ def _wait_met(client: LocalClient, home: Home) -> None:
         time.sleep(POLL_S)
 
 
-def _candidates(
-    peers: Sequence[Address], interface: str | None, stop: threading.Event
-) -> Iterator[Address]:
-    """Give the typed addresses first, then what mDNS hears."""
-    yield from all_dialable(peers)
+def _heard(interface: str | None, ended: threading.Event, *, is_all: bool) -> Iterator[Address]:
+    """Give what mDNS hears; that it does not work is an error if nothing else was there to try."""
     try:
         usable = usable_addresses(interface)
-        for seen in browse_pairing(usable, timeout_s=SEARCH_S, stop=stop):
+        for seen in browse_pairing(usable, timeout_s=SEARCH_S, stop=ended):
             yield from seen.addresses
     except (ConfigError, PeerError):
-        if not peers:
+        if is_all:
             raise

@@ -18,7 +18,7 @@ import grpc
 
 from exo_train.agent.protocol import TOKEN_METADATA
 from exo_train.cluster.home import AgentEndpoint, Home
-from exo_train.errors import ConfigError, PeerError
+from exo_train.errors import PeerError, error_class
 from exo_train.peer import Address
 from exo_train.train.messages import from_endpoints
 from exo_train.transport.channel import open_channel
@@ -27,6 +27,8 @@ from exo_train.wire.pb.control_pb2_grpc import LocalStub
 
 CALL_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 30.0
+ERROR_METADATA = "exo-train-error"  # names the kind of what could not be done
+GENTLE_END_S = 6.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,8 @@ class LocalClient:
             return method(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                raise ConfigError(error.details()) from None
+                kinds = (m.value for m in error.trailing_metadata() if m.key == ERROR_METADATA)
+                raise error_class(str(next(kinds, "")))(error.details()) from None
             raise PeerError(
                 f"this home's agent does not answer ({error.code().name}); start it again with "
                 f"`exo-train join`"
@@ -119,7 +122,9 @@ def own_agent(home: Home) -> Iterator[LocalClient]:
 def stop_process(process: subprocess.Popen[bytes]) -> None:
     """Ask an agent to end, then insist."""
     if process.stdin is not None:
-        process.stdin.close()
+        process.stdin.close()  # a tied agent ends by this; on Windows nothing else is gentle
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GENTLE_END_S)
     process.terminate()
     try:
         process.wait(timeout=10)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import grpc
 
+from exo_train.agent.local_client import ERROR_METADATA
 from exo_train.agent.protocol import TOKEN_METADATA
-from exo_train.errors import ExoTrainError
+from exo_train.errors import ExoTrainError, error_class
 from exo_train.models.open import open_model
 from exo_train.peer import Address
 from exo_train.train.messages import to_endpoints
@@ -61,12 +62,10 @@ class LocalService(LocalServicer):
         return dict(self._paths)
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
-        self._check(context)
-        return pb.StatusReply(json=self._actions.status_json())
+        return self._act(context, lambda: pb.StatusReply(json=self._actions.status_json()))
 
     def Examine(self, request: pb.ExamineRequest, context: grpc.ServicerContext) -> pb.ExamineReply:
-        self._check(context)
-        return pb.ExamineReply(json=self._actions.examine_json())
+        return self._act(context, lambda: pb.ExamineReply(json=self._actions.examine_json()))
 
     def Invite(self, request: pb.InviteRequest, context: grpc.ServicerContext) -> pb.InviteReply:
         return self._act(context, self._actions.invite)
@@ -84,7 +83,7 @@ class LocalService(LocalServicer):
         try:
             _, source = open_model(Path(request.path))
         except ExoTrainError as error:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            _refuse(context, error)
         self._weights.register(request.token, source)
         self._tokens[request.run_id] = request.token
         self._paths[request.run_id] = request.path
@@ -105,9 +104,16 @@ class LocalService(LocalServicer):
         try:
             return action()
         except ExoTrainError as error:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            _refuse(context, error)
 
     def _check(self, context: grpc.ServicerContext) -> None:
         given = dict(context.invocation_metadata()).get(TOKEN_METADATA, "")
         if not secrets.compare_digest(str(given).encode(), self._token.encode()):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not this agent's")
+
+
+def _refuse(context: grpc.ServicerContext, error: ExoTrainError) -> NoReturn:
+    """End the call with the sentence and its kind, which decides the command's exit code."""
+    kinds = (kind for kind in type(error).__mro__ if error_class(kind.__name__) is kind)
+    context.set_trailing_metadata(((ERROR_METADATA, next(kinds).__name__),))
+    context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))

@@ -23,9 +23,9 @@ from exo_train.agent.dialling import (
     NotTheDeviceError,
     RemovedHereError,
     VersionError,
-    refusal_of,
+    calling,
 )
-from exo_train.agent.noticing import Noticing
+from exo_train.agent.noticing import Noticing, going_on
 from exo_train.agent.protocol import (
     HELLO_TIMEOUT_S,
     PROTOCOL_VERSION,
@@ -76,6 +76,7 @@ class Meeting:
         introduce: Callable[[], Introduction],
         on_expelled: Callable[[NodeId | None, str], None],
         lasting: tuple[Address, ...] = (),
+        may_dial: Callable[[Address], bool] = lambda address: True,
         say: Callable[[str], None] = log.info,
         clock: Callable[[], float] = steady_s,
     ) -> None:
@@ -84,6 +85,7 @@ class Meeting:
         self._dialling = dialling
         self._introduce = introduce
         self._on_expelled = on_expelled
+        self._may_dial = may_dial
         self._say = say
         self.now_s = clock  # the clock of all of the members' times
         own = introduce()
@@ -124,8 +126,9 @@ class Meeting:
         calls = []
         for member in self.live():
             with contextlib.suppress(PeerError):
-                channel = self._channel(member)
-                calls.append(ControlStub(channel).Goodbye.future(goodbye, GOODBYE_TIMEOUT_S))
+                stub = ControlStub(self._channel(member))
+                with calling(member.proven[0]):
+                    calls.append(stub.Goodbye.future(goodbye, GOODBYE_TIMEOUT_S))
         for call in calls:
             if call.exception() is not None:
                 log.debug("a goodbye was not heard: %s", call.exception())
@@ -134,6 +137,8 @@ class Meeting:
         self, address: Address, node_id: NodeId | None, *, is_lasting: bool = False
     ) -> None:
         """Take in that an agent may answer at `address`."""
+        if not is_lasting and not self._may_dial(address):
+            return
         self._apply(
             lambda now_s: self._machine.suggested(address, node_id, now_s=now_s, lasting=is_lasting)
         )
@@ -184,10 +189,9 @@ class Meeting:
         for member in self.live():
             with contextlib.suppress(PeerError):
                 node_id = member.facts.node_id
-                channel = self._channel(member)
-                future = ControlStub(channel).SyncRoster.future(
-                    self._admissions.message(), SPREAD_TIMEOUT_S
-                )
+                stub = ControlStub(self._channel(member))
+                with calling(member.proven[0]):
+                    future = stub.SyncRoster.future(self._admissions.message(), SPREAD_TIMEOUT_S)
                 calls.append((node_id, future))
         return [node_id for node_id, call in calls if call.exception() is None]
 
@@ -224,11 +228,9 @@ class Meeting:
     def dial_back(self, member: Member, addresses: tuple[Address, ...]) -> list[pb.DialOutcome]:
         """Have a member connect to us; gives an outcome for each address. Raises PeerError."""
         request = pb.DialBackRequest(endpoints=to_endpoints(addresses))
-        try:
-            stub = ControlStub(self._channel(member))
+        stub = ControlStub(self._channel(member))
+        with calling(member.proven[0]):
             return list(stub.DialBack(request, timeout=DIAL_BACK_TIMEOUT_S).outcomes)
-        except grpc.RpcError as error:
-            raise refusal_of(error, member.proven[0]) from None
 
     def _known(self) -> list[pb.NodeFacts]:
         """Tell whom else we hear; after our own sleep that is old news until one has answered."""
@@ -252,7 +254,7 @@ class Meeting:
     def _heard(
         self, told: Introduction, *, proven: Address | None = None, rtt_s: float | None = None
     ) -> None:
-        addresses = tuple(all_dialable(told.addresses))
+        addresses = tuple(a for a in all_dialable(told.addresses) if self._may_dial(a))
         node_id = told.facts.node_id
 
         def take(now_s: float) -> list[Effect]:
@@ -274,13 +276,15 @@ class Meeting:
 
     def _beat(self) -> None:
         while not self._stopping:
-            self._apply(lambda now_s: self._machine.tick(now_s=now_s))
+            with going_on(log):
+                self._apply(lambda now_s: self._machine.tick(now_s=now_s))
             self._wake.wait(TICK_S)
             self._wake.clear()
 
     def _apply(self, event: Callable[[float], Iterable[Effect]]) -> None:
         """Let the machine take an event in, and carry out what follows from it."""
         with self._lock:
+            self._machine.roster = frozenset(self._admissions.members())
             effects = list(event(self.now_s()))
             is_quiet = self._machine.is_revalidating
             gone = self._told.keys() - self._machine.members.keys()
@@ -306,6 +310,16 @@ class Meeting:
 
     def _ask(self, ask: Ask) -> None:
         """Call one address; whatever comes of it, the machine hears."""
+        is_told = False
+        with going_on(log):
+            try:
+                self._try(ask)
+                is_told = True
+            finally:
+                if not is_told:
+                    self._failed(ask, Failure.FOREIGN)
+
+    def _try(self, ask: Ask) -> None:
         try:
             self._hello_to(ask)
         except RemovedHereError as error:
@@ -318,6 +332,7 @@ class Meeting:
             if ask.address in self._lasting:
                 self.noticed.say_once(f"--peer {error}")
             log.debug("no hello from %s: %s", ask.address, error)
+            self._dialling.drop(ask.address)  # another version may be there now: greet anew
             self._failed(ask, Failure.FOREIGN)
         except ExoTrainError as error:
             log.debug("no hello from %s: %s", ask.address, error)
@@ -347,17 +362,13 @@ class Meeting:
             clock_s=time.time(),
         )
         sent_s, stub = time.monotonic(), ControlStub(proven.channel)
-        try:
+        with calling(ask.address):
             reply = stub.Hello(request, timeout=HELLO_TIMEOUT_S)
             rtt_s = time.monotonic() - sent_s
             if reply.roster_digest != self._admissions.digest():
                 self._admissions.merge(
                     stub.SyncRoster(self._admissions.message(), timeout=HELLO_TIMEOUT_S)
                 )
-        except grpc.RpcError as error:
-            raise refusal_of(error, ask.address) from None
-        except ValueError:  # gRPC's word for a channel that another thread has closed meanwhile
-            raise PeerError(f"the channel to {ask.address} was closed") from None
         self._take_reply(ask, proven.node_id, reply, rtt_s=rtt_s)
 
     def _take_reply(self, ask: Ask, node_id: NodeId, reply: pb.HelloReply, *, rtt_s: float) -> None:

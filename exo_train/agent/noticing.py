@@ -5,9 +5,11 @@ Owns these memories and their caps. Nothing here decides anything.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from exo_train.agent.saying import skew_sentence
@@ -18,6 +20,16 @@ MAX_SAID = 64
 MAX_FAILURES = 64
 MAX_SKEWS = 64
 SKEW_WARNING_S = 5.0
+
+
+@contextlib.contextmanager
+def going_on(log: logging.Logger) -> Iterator[None]:
+    """Keep a fault of one turn from ending a thread that the membership hangs on."""
+    try:
+        yield
+    except Exception as error:
+        log.error("a fault, gone on from: %s: %s", type(error).__name__, error)
+        log.debug("where it came from", exc_info=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

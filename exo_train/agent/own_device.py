@@ -11,7 +11,13 @@ from dataclasses import dataclass
 import exo_train
 from exo_train.cluster.hardware import Hardware, detect
 from exo_train.cluster.home import Home
-from exo_train.cluster.interfaces import LocalAddress, listen_hosts, usable_addresses
+from exo_train.cluster.interfaces import (
+    LocalAddress,
+    interface_towards,
+    listen_hosts,
+    usable_addresses,
+    without_zone,
+)
 from exo_train.errors import ConfigError
 from exo_train.peer import Address, DeviceFacts, NodeId
 
@@ -68,9 +74,17 @@ class OwnDevice:
 
     def usable(self) -> list[LocalAddress]:
         """Give the addresses to tell, best first; none while the named interface is away."""
-        with contextlib.suppress(ConfigError):
+        with contextlib.suppress(ConfigError, OSError):
             return usable_addresses(self._options.interface)
         return []
+
+    def may_dial(self, address: Address) -> bool:
+        """Tell whether the way there leaves by the interface that `--interface` names, if any."""
+        named = self._options.interface
+        if named is None:
+            return True
+        own = interface_towards(address.host)
+        return own is not None and named in (own.interface, own.host, without_zone(own.host))
 
     def hosts(self) -> tuple[str, ...]:
         """Give where others reach this device; its loopback while it has no network."""

@@ -12,8 +12,7 @@ import enum
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import grpc
@@ -31,7 +30,7 @@ from exo_train.cluster.pairing import (
     WrongCodeError,
 )
 from exo_train.cluster.roster import Roster, RosterState
-from exo_train.errors import ExoTrainError, PeerError, ProtocolError
+from exo_train.errors import ExoTrainError, InterruptedRunError, PeerError, ProtocolError
 from exo_train.identity import Identity, check_identity, new_key, node_id_of, public_key_of
 from exo_train.peer import Address, has_control_characters
 from exo_train.train.messages import from_endpoints
@@ -49,6 +48,8 @@ MAX_BUILD_CHARS = 40
 GREET_TIMEOUT_S = 3.0
 PAIR_TIMEOUT_S = 10.0
 SEARCH_S = 30.0
+LOOK_S = 0.1  # between two looks whether the search is to end
+END_S = 1.0  # for what was being browsed to be closed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,31 +78,54 @@ class _Missed:
     sentence: str
 
 
-def pair(candidates: Iterable[Address], code: Code, *, timeout_s: float = SEARCH_S) -> Paired:
+Outcome = Paired | _Missed | ExoTrainError | None  # None: there are no more candidates
+Otherwise = Callable[[threading.Event], Iterable[Address]]
+
+
+def no_others(ended: threading.Event) -> Iterable[Address]:
+    return ()
+
+
+def pair(
+    candidates: Iterable[Address],
+    code: Code,
+    *,
+    otherwise: Otherwise = no_others,
+    stopped: threading.Event | None = None,
+    timeout_s: float = SEARCH_S,
+) -> Paired:
     """Try the candidates until one proves to have the code; makes this device's key.
 
-    `candidates` may wait for more to turn up: it is read in a thread of its own, not further than
-    is needed. The proof is given to one device only, since whoever gets it may test one guess; so
-    the first device with the code's number decides. Raises PeerError.
+    The proof is given to one device only, since whoever gets it may test one guess; so the first
+    device with the code's number decides. That is why `otherwise` is called only when all
+    candidates have missed. Both may wait for more to turn up: they are read in a thread of its own,
+    not further than is needed; `otherwise` is given an event that tells it to end.
+
+    Raises PeerError, and InterruptedRunError soon after `stopped` was set.
     """
-    return _Search(code).run(candidates, timeout_s=timeout_s)
+    search = _Search(code, stopped or threading.Event())
+    return search.run(candidates, otherwise, timeout_s=timeout_s)
 
 
 class _Search:
     """Many attempts at once, of which one may use the code."""
 
-    def __init__(self, code: Code) -> None:
+    def __init__(self, code: Code, stopped: threading.Event) -> None:
         self._code = code
+        self._stopped = stopped
         self._key_pem = new_key()
-        self._outcomes: queue.SimpleQueue[Paired | _Missed | ExoTrainError | None] = (
-            queue.SimpleQueue()
-        )
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._proof = threading.Lock()  # never released: the code is shown once
         self._ended = threading.Event()
+        self._room = threading.Semaphore(MAX_AT_ONCE)
+        self._channels: set[grpc.Channel] = set()
+        self._lock = threading.Lock()  # over _channels
         self._num_tried = 0
 
-    def run(self, candidates: Iterable[Address], *, timeout_s: float) -> Paired:
-        feeder = threading.Thread(target=self._feed, args=(candidates,), daemon=True)
+    def run(
+        self, candidates: Iterable[Address], otherwise: Otherwise, *, timeout_s: float
+    ) -> Paired:
+        feeder = threading.Thread(target=self._feed, args=(candidates, otherwise), daemon=True)
         feeder.start()
         deadline_s = time.monotonic() + timeout_s
         has_shown_code = is_fed = False
@@ -109,7 +133,7 @@ class _Search:
         try:
             while not is_fed or len(missed) < self._num_tried:
                 try:
-                    outcome = self._outcomes.get(timeout=max(deadline_s - time.monotonic(), 0))
+                    outcome = self._wait_outcome(deadline_s)
                 except queue.Empty:
                     if has_shown_code or not self._proof.locked():
                         break
@@ -125,39 +149,100 @@ class _Search:
                         is_fed = True
                     case error:
                         raise error
+            raise PeerError(_nobody(self._code, missed))
+        except ExoTrainError:
+            self._end()
+            feeder.join(END_S)  # the process ends now, mostly: with nothing half closed
+            raise
         finally:
-            self._ended.set()
-        raise PeerError(_nobody(self._code, missed))
+            self._end()
 
-    def _feed(self, candidates: Iterable[Address]) -> None:
+    def _wait_outcome(self, deadline_s: float) -> Outcome:
+        """Give the next outcome; raises queue.Empty at the deadline."""
+        while True:
+            if self._stopped.is_set():
+                raise InterruptedRunError(_interrupted(has_shown_code=self._proof.locked()))
+            left_s = max(deadline_s - time.monotonic(), 0)
+            try:
+                return self._outcomes.get(timeout=min(left_s, LOOK_S))
+            except queue.Empty:
+                if left_s <= LOOK_S:
+                    raise
+
+    def _end(self) -> None:
+        """Break off what is under way."""
+        with self._lock:
+            self._ended.set()
+            channels, self._channels = self._channels, set()
+        for channel in channels:
+            channel.close()
+
+    def _feed(self, candidates: Iterable[Address], otherwise: Otherwise) -> None:
         seen: set[Address] = set()
-        pool = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="pair")
         try:
-            for address in candidates:
-                if self._ended.is_set() or len(seen) >= MAX_CANDIDATES:
-                    break
-                if address not in seen:
-                    seen.add(address)
-                    self._num_tried = len(seen)
-                    pool.submit(self._try, address)
+            self._try_all(candidates, seen)
+            if not self._ended.is_set():
+                self._try_all(otherwise(self._ended), seen)
         except ExoTrainError as error:
             self._outcomes.put(error)
         finally:
             self._outcomes.put(None)
-            pool.shutdown(wait=False)
+
+    def _try_all(self, candidates: Iterable[Address], seen: set[Address]) -> None:
+        """Try each in a thread, and wait until all have missed, or the search has ended."""
+        tries: list[threading.Thread] = []
+        for address in candidates:
+            if self._ended.is_set() or len(seen) >= MAX_CANDIDATES:
+                break
+            if address in seen:
+                continue
+            seen.add(address)
+            self._num_tried = len(seen)
+            while not self._room.acquire(timeout=LOOK_S):
+                if self._ended.is_set():
+                    return
+            # A daemon: what an address makes it wait for must not hold up the end of the process.
+            tries.append(threading.Thread(target=self._try, args=(address,), daemon=True))
+            tries[-1].start()
+        while any(one.is_alive() for one in tries) and not self._ended.wait(LOOK_S):
+            pass
 
     def _try(self, address: Address) -> None:
-        if self._ended.is_set():
-            return
         try:
-            with contextlib.closing(open_channel(address)) as channel:
+            with self._channel(address) as channel:
                 missed = _greet(channel, address)
                 self._outcomes.put(missed or self._pair(channel, address))
         except ExoTrainError as error:
             self._outcomes.put(error)
+        except ValueError:  # gRPC's error for a channel that was closed meanwhile
+            if not self._ended.is_set():
+                raise
+        finally:
+            self._room.release()
+
+    @contextlib.contextmanager
+    def _channel(self, address: Address) -> Iterator[grpc.Channel]:
+        """Open a channel that the end of the search closes, too; raises PeerError."""
+        channel = open_channel(address)
+        with self._lock:
+            self._channels.add(channel)
+            is_late = self._ended.is_set()
+        try:
+            if is_late:
+                raise PeerError("the search has ended")
+            yield channel
+        finally:
+            with self._lock:
+                is_ours = channel in self._channels
+                self._channels.discard(channel)
+            if is_ours:
+                channel.close()
 
     def _pair(self, channel: grpc.Channel, address: Address) -> Paired | _Missed:
         """Go through the exchange; raises PeerError when the code has been shown in vain."""
+        second = _Missed(_Miss.OTHER_NUMBER, f"{address} came second")
+        if self._proof.locked():
+            return second
         with contextlib.closing(_Conversation(channel)) as conversation:
             exchange = JoinerExchange(self._code, protocol=PROTOCOL_VERSION)
             first = pb.JoinerMessage(spake=exchange.first, number=self._code.number)
@@ -170,7 +255,7 @@ class _Search:
             except ProtocolError:
                 return _not_the_one(address, None)
             if not self._proof.acquire(blocking=False):
-                return _Missed(_Miss.OTHER_NUMBER, f"{address} came second")
+                return second
             reply = conversation.say(pb.JoinerMessage(sealed=proof))
             if reply is None or reply.WhichOneof("body") != "sealed":
                 raise PeerError(_refused(address, reply))
@@ -269,6 +354,16 @@ def _refused(address: Address, reply: pb.InviterMessage | None) -> str:
         f"{address} broke off after the code was shown; make a fresh one with `exo-train invite` "
         f"and try again"
     )
+
+
+def _interrupted(*, has_shown_code: bool) -> str:
+    told = "stopped before this device was paired; nothing was changed here"
+    if has_shown_code:
+        told += (
+            ", but the code may be used up: make a fresh one with `exo-train invite`, and if that "
+            "device lists one more member that never came, remove it with `exo-train remove`"
+        )
+    return told
 
 
 def _nobody(code: Code, missed: list[_Missed]) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -28,18 +28,21 @@ from exo_train.cluster.pairing import (
     InviterExchange,
     WrongCodeError,
 )
+from exo_train.cluster.steady_clock import steady_s
 from exo_train.errors import ExoTrainError, ProtocolError
 from exo_train.peer import Address
 from exo_train.transport.channel import GRPC_OPTIONS, bind_all
 from exo_train.wire.pb import handshake_pb2
 from exo_train.wire.pb import pairing_pb2 as pb
 
-MAX_STREAMS = 4
+# One joiner may dial eight addresses of this device at once; others must not cut it off.
+MAX_STREAMS = 16
 STREAM_S = 20.0
 # Those that were cut off to make room need a thread until they have noticed.
 MAX_CALLS = 2 * MAX_STREAMS
 MAX_REQUEST_MESSAGE_BYTES = 4096
 CLOSE_GRACE_S = 1.0
+LOOK_S = 1.0  # a wait stands still while the machine sleeps; the code's time does not
 # No stream lives that long, and a connection without one has no business here.
 MAX_CONNECTION_IDLE_MS = 10_000
 PAIRING_SERVICE = "exo_train.wire.Pairing"
@@ -56,41 +59,58 @@ log = logging.getLogger(__name__)
 Admit = Callable[[bytes], pb.Admission]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A fresh code, how long it lives, and the port that is open for it."""
+
+    code: Code
+    lifetime_s: float
+    port: int
+
+
 class PairingDesk:
     """Invites other devices, one code at a time. Thread-safe.
 
-    `admit` makes the owner of a public key a member; what it raises is logged, and the joiner is
-    sent away. `on_closed` hears once of each code why it is over, from a thread of the desk.
+    `hosts` gives where to listen, asked for each code: addresses change. `admit` makes the owner of
+    a public key a member; what it raises is logged, and the joiner is sent away. `on_closed` hears
+    once of each code why it is over, from a thread of the desk.
     """
 
     def __init__(
         self,
-        hosts: Sequence[str],
+        hosts: Callable[[], Sequence[str]],
         *,
         admit: Admit,
         on_closed: Callable[[Closed], None],
         lifetime_s: float = INVITATION_S,
         choose: Callable[[], Code] = Code.choose,
+        clock: Callable[[], float] = steady_s,
     ) -> None:
-        self._hosts = tuple(hosts)
+        self._hosts = hosts
         self._admit = admit
         self._on_closed = on_closed
         self._lifetime_s = lifetime_s
         self._choose = choose
+        self._clock = clock
         self._session: _Session | None = None
         self._lock = threading.Lock()
 
-    def invite(self) -> tuple[Code, float]:
-        """Open the port for a fresh code, and give both it and how long it lives.
+    def invite(self) -> Opened:
+        """Open a port for a fresh code; one made before is void.
 
-        A code made before is void. Raises PeerError when no port can be opened.
+        Raises PeerError when no port can be opened, and what `hosts` raises.
         """
         code = self._choose()
         session = _Session(
-            self._hosts, code, self._lifetime_s, admit=self._admit, on_closed=self._on_closed
+            self._hosts(),
+            code,
+            self._lifetime_s,
+            admit=self._admit,
+            on_closed=self._on_closed,
+            clock=self._clock,
         )
         self._replace(session, Closed.REPLACED)
-        return code, self._lifetime_s
+        return Opened(code=code, lifetime_s=self._lifetime_s, port=session.port)
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -98,7 +118,7 @@ class PairingDesk:
         session = self._session
         if session is None or session.is_over:
             return ()
-        return tuple(Address(host, session.port) for host in self._hosts)
+        return tuple(Address(host, session.port) for host in session.hosts)
 
     @property
     def port(self) -> int | None:
@@ -126,11 +146,13 @@ class _Session:
         *,
         admit: Admit,
         on_closed: Callable[[Closed], None],
+        clock: Callable[[], float],
     ) -> None:
+        self.hosts = tuple(hosts)
         self._admit = admit
         self._on_closed = on_closed
-        self._lifetime_s = lifetime_s
-        self._invitation = Invitation(code, now_s=time.monotonic(), lifetime_s=lifetime_s)
+        self._clock = clock
+        self._invitation = Invitation(code, now_s=clock(), lifetime_s=lifetime_s)
         self._streams = _Streams()
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -144,7 +166,7 @@ class _Session:
     @property
     def is_over(self) -> bool:
         with self._lock:
-            return self._invitation.closed(time.monotonic()) is not None
+            return self._invitation.closed(self._clock()) is not None
 
     def end(self, why: Closed) -> None:
         with self._lock:
@@ -155,20 +177,23 @@ class _Session:
 
     def _keep(self) -> None:
         """Close the port when the code is over, or its time is."""
-        self._over.wait(self._lifetime_s)
+        while (left_s := self._invitation.expires_s - self._clock()) > 0:
+            if self._over.wait(min(left_s, LOOK_S)):
+                break
         with self._lock:
             self._invitation.close(Closed.EXPIRED)
-            why = self._invitation.closed(time.monotonic())
+            why = self._invitation.closed(self._clock())
         assert why is not None
         self._server.stop(CLOSE_GRACE_S).wait()
         self._on_closed(why)
 
     def _new_server(self) -> grpc.Server:
-        # gRPC writes a traceback for bytes that it cannot decode: it gets bytes.
+        # gRPC writes a traceback for bytes that it cannot decode: it gets bytes. And it would wait
+        # for a single message as long as the caller likes: it gets a stream of one.
         pair = grpc.stream_stream_rpc_method_handler(
             self._pair, response_serializer=pb.InviterMessage.SerializeToString
         )
-        greet = grpc.unary_unary_rpc_method_handler(
+        greet = grpc.stream_unary_rpc_method_handler(
             self._greet, response_serializer=handshake_pb2.Greeting.SerializeToString
         )
         return grpc.server(
@@ -181,7 +206,11 @@ class _Session:
             maximum_concurrent_rpcs=MAX_CALLS,
         )
 
-    def _greet(self, request: bytes, context: grpc.ServicerContext) -> handshake_pb2.Greeting:
+    def _greet(
+        self, requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> handshake_pb2.Greeting:
+        """Answer at once: the joiner decides by our version, and what it says changes nothing."""
+        self._streams.enter(context)
         return greeting()
 
     def _pair(
@@ -232,7 +261,7 @@ class _Session:
     def _judge(self, exchange: InviterExchange, sealed: bytes) -> tuple[pb.JoinRequest | None, str]:
         """Let one proof at a time use the code up, or count as a wrong try."""
         with self._lock:
-            if self._invitation.closed(time.monotonic()) is not None:
+            if self._invitation.closed(self._clock()) is not None:
                 return None, REFUSED_CLOSED
             try:
                 request = pb.JoinRequest.FromString(exchange.open(sealed))

@@ -44,11 +44,13 @@ def duplicate_sentence(copy: Duplicate, self_id: NodeId) -> str:
     if copy.node_id == self_id:
         return (
             f"another device runs with this one's identity ({where}): its home folder was copied; "
-            f"run `exo-train leave` on the copy and pair it anew with a code"
+            f"on the copy, end `exo-train join`, run `exo-train leave --forget`, and pair it anew "
+            f"with a code"
         )
     return (
         f"two devices run with the identity {copy.node_id[:8]} ({where}): a home folder was "
-        f"copied; run `exo-train leave` on the copy and pair it anew with a code"
+        f"copied; on the copy, end `exo-train join`, run `exo-train leave --forget`, and pair it "
+        f"anew with a code"
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import threading
-import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NoReturn
 
@@ -23,7 +22,7 @@ from exo_train.errors import ExoTrainError, ProtocolError
 from exo_train.peer import Address, NodeId
 from exo_train.train.messages import from_endpoints
 from exo_train.transport.reach import Reach, reach_all
-from exo_train.transport.tls import Gate, caller_id
+from exo_train.transport.tls import Gate, caller_id, host_of
 from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb import handshake_pb2, pairing_pb2
 from exo_train.wire.pb.control_pb2_grpc import ControlServicer
@@ -97,10 +96,8 @@ class ControlService(ControlServicer):
         except ExoTrainError as error:
             self._refuse_malformed(context, error)
         told = self._meeting.told_addresses(caller_id(context))
-        caller_host, own_hosts = _host(context.peer()), {a.host for a in local_addresses()}
-        tried = _try(
-            a for a in wanted if a in told and may_dial_back(a.host, caller_host, own_hosts)
-        )
+        host, own_hosts = host_of(context.peer()), {a.host for a in local_addresses()}
+        tried = _try(a for a in wanted if a in told and may_dial_back(a.host, host, own_hosts))
         return pb.DialBackReply(
             outcomes=[tried.get(address, pb.DIAL_OUTCOME_UNSPECIFIED) for address in wanted]
         )
@@ -201,12 +198,6 @@ def _numeric(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     address = ipaddress.ip_address(without_zone(host))
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address
-
-
-def _host(peer: str) -> str:
-    """Give the host of what gRPC calls a peer: `ipv4:1.2.3.4:5` or `ipv6:[::1]:5`, escaped."""
-    host = urllib.parse.unquote(peer).partition(":")[2].rpartition(":")[0]
-    return host.strip("[]")
 
 
 def _try(addresses: Iterable[Address]) -> dict[Address, pb.DialOutcome]:

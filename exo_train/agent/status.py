@@ -5,23 +5,30 @@ Owns the JSON's shape. Must not ask anything over the network: it puts together 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from exo_train.agent.meeting import Meeting
 from exo_train.agent.protocol import Introduction
+from exo_train.cluster.home import RememberedPeer
 from exo_train.cluster.link_facts import PairLink
 from exo_train.cluster.member import DEAD_AFTER_S, Member, MemberState
-from exo_train.peer import Address, NodeId
+from exo_train.peer import Address, DeviceFacts, NodeId
 from exo_train.wire.pb import control_pb2 as pb
 
 STATUS_SCHEMA = 1
+SHOWN_ID_CHARS = 8
+# A member of the roster that was not met since this agent started; in no view, and never live.
+AWAY = "away"
 
 
 def describe(
     own: Introduction,
     meeting: Meeting,
     *,
+    roster: Iterable[NodeId],
+    remembered: Iterable[RememberedPeer],
     links: Iterable[PairLink],
     other_clusters: int,
     worker_pid: int | None,
@@ -44,8 +51,13 @@ def describe(
             row["waiting"] = _waiting(member, now_s)
             row["clock_skew_s"] = _rounded(skews_s.get(member.facts.node_id))
             members.append(row)
+    met = {row["id"] for row in members}
+    names_before = {peer.node_id: peer.name for peer in remembered}
+    members += [_away(n, names_before, age_s=age_s) for n in roster if n not in met]
     members.sort(key=lambda row: str(row["id"]))
     names = {NodeId(row["id"]): str(row["name"]) for row in members}
+    live = [row for row in members if row["state"] in ("alive", "suspect")]
+    runs = _runs(live, own_id=own.facts.node_id, worker_pid=worker_pid)
     return {
         "schema": STATUS_SCHEMA,
         "cluster": meeting.cluster,
@@ -54,7 +66,8 @@ def describe(
         "links": [_link(link, names) for link in links],
         "view_hash": meeting.view_hash(),
         "other_clusters": other_clusters,
-        "run": _run([row for row in members if row["state"] in ("alive", "suspect")], worker_pid),
+        "run": runs[0] if runs else None,
+        **({"runs": runs} if len(runs) > 1 else {}),
     }
 
 
@@ -89,6 +102,23 @@ def _member(
     }
 
 
+def _away(node_id: NodeId, names: Mapping[NodeId, str], *, age_s: float) -> dict[str, Any]:
+    """Give the row of a member of which nothing is known but that it belongs here."""
+    facts = DeviceFacts(
+        node_id=node_id,
+        name=names.get(node_id, node_id[:SHOWN_ID_CHARS]),
+        backend="",
+        device="",
+        chip="",
+        memory_bytes=0,
+        usable_memory_bytes=0,
+        dtypes=(),
+        version="",
+    )
+    told = Introduction(facts=facts, incarnation=0, instance="", addresses=())
+    return {**_member(told, (), state=AWAY, age_s=age_s), "clock_skew_s": None}
+
+
 def _in_order(member: Member) -> tuple[Address, ...]:
     """Give what it advertises, where it has answered first."""
     return tuple(dict.fromkeys((*member.proven, *member.addresses)))
@@ -116,23 +146,33 @@ def _run_of(run: pb.RunFacts | None) -> dict[str, Any] | None:
     }
 
 
-def _run(rows: list[dict[str, Any]], worker_pid: int | None) -> dict[str, Any] | None:
-    """Put the ranks of the run with the latest id together; every member comes to the same."""
-    running = [row for row in rows if row["run"] is not None]
-    if not running:
-        return None
-    newest = max((row["run"]["id"], row["run"]["generation"]) for row in running)
-    ranks = [
-        {"name": row["name"], "node_id": row["id"], **row["run"]}
-        for row in running
-        if (row["run"]["id"], row["run"]["generation"]) == newest
-    ]
-    return {
-        "id": newest[0],
-        "generation": newest[1],
-        "ranks": sorted(ranks, key=lambda rank: int(rank["rank"])),
-        "worker_pid": worker_pid,  # of this device's own part
-    }
+def _runs(
+    rows: list[dict[str, Any]], *, own_id: NodeId, worker_pid: int | None
+) -> list[dict[str, Any]]:
+    """Put the ranks of each run together, each in its latest generation, the largest run first.
+
+    All members that see the same rows give the same order: between runs of one size the id
+    decides, since ages differ from member to member.
+    """
+    by_run: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["run"] is not None:
+            rank = {"name": row["name"], "node_id": row["id"], **row["run"]}
+            by_run[rank["id"]].append(rank)
+    runs = []
+    for run_id, told in by_run.items():
+        generation = max(rank["generation"] for rank in told)
+        ranks = [rank for rank in told if rank["generation"] == generation]
+        is_own = own_id in (rank["node_id"] for rank in ranks)
+        runs.append(
+            {
+                "id": run_id,
+                "generation": generation,
+                "ranks": sorted(ranks, key=lambda rank: int(rank["rank"])),
+                "worker_pid": worker_pid if is_own else None,  # of this device's own part
+            }
+        )
+    return sorted(runs, key=lambda run: (-len(run["ranks"]), run["id"]))
 
 
 def _link(pair: PairLink, names: dict[NodeId, str]) -> dict[str, Any]:

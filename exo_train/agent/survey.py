@@ -6,6 +6,7 @@ among links: the LinkTable does.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from exo_train.agent.meeting import Meeting
+from exo_train.agent.noticing import going_on
 from exo_train.cluster.interfaces import (
     LocalAddress,
     interface_towards,
@@ -25,7 +27,7 @@ from exo_train.cluster.links import LinkTable, Way
 from exo_train.cluster.member import Member
 from exo_train.errors import PeerError, ProtocolError
 from exo_train.peer import Address, NodeId
-from exo_train.transport.probe import ProbeBusyError, measure
+from exo_train.transport.probe import Measurement, ProbeBusyError, measure
 from exo_train.transport.reach import Reach, reach
 from exo_train.transport.tls import MemberTls
 from exo_train.wire.pb import control_pb2 as pb
@@ -111,14 +113,17 @@ class Survey:
 
     def _look(self) -> None:
         while not self._ended.wait(LOOK_S):
-            members = self._meeting.live()
-            self._follow(members)
-            self._ask_back([member for member in members if member.answers])
-            with self._lock:
-                due = self._table.next_due(now_s=time.monotonic(), is_running=self._is_running())
-            if due is not None:
-                self._measure(*due)
-            self._pin(members)
+            with going_on(log):
+                self._turn(self._meeting.live())
+
+    def _turn(self, members: list[Member]) -> None:
+        self._follow(members)
+        self._ask_back([member for member in members if member.answers])
+        with self._lock:
+            due = self._table.next_due(now_s=time.monotonic(), is_running=self._is_running())
+        if due is not None:
+            self._measure(*due)
+        self._pin(members)
 
     def _follow(self, members: list[Member]) -> None:
         """Bring the table up to date with who is there and what leads to them."""
@@ -155,31 +160,32 @@ class Survey:
         return Way(address=address, local_host=own.host, interface=own.interface, kind=own.kind)
 
     def _measure(self, peer_id: NodeId, way: Way) -> None:
+        """Measure one way; whatever comes of it, the table hears, or it would wait for ever."""
+        found: Measurement | None = None
+        is_busy = False
         try:
-            # Most ways that lead nowhere (a link-local address in another zone) show it at once.
-            if reach(way.address, timeout_s=REACH_TIMEOUT_S) is not Reach.CONNECTED:
-                raise PeerError("nothing answers there")
-            tls = self._tls.to(peer_id)
-            found = measure(way.address, credentials=tls.credentials, tls_name=tls.name)
+            found = self._measured(peer_id, way)
         except ProbeBusyError:
-            with self._lock:
-                self._table.postpone(peer_id, way, now_s=time.monotonic())
-            return
+            is_busy = True
         except PeerError as error:
             log.debug("the way to %s by %s: %s", peer_id[:8], way.address, error)
+        finally:
+            now_s = time.monotonic()
             with self._lock:
-                self._table.failed(peer_id, way, now_s=time.monotonic())
-            return
-        facts = way.facts(
-            peer_id,
-            rtt_s=found.rtt_s,
-            jitter_s=found.jitter_s,
-            to_peer_bytes_per_s=found.to_peer_bytes_per_s,
-            from_peer_bytes_per_s=found.from_peer_bytes_per_s,
-            trouble=found.trouble,
-        )
-        with self._lock:
-            self._table.measured(peer_id, way, facts, now_s=time.monotonic())
+                if found is not None:
+                    facts = way.facts(peer_id, **dataclasses.asdict(found))
+                    self._table.measured(peer_id, way, facts, now_s=now_s)
+                elif is_busy:
+                    self._table.postpone(peer_id, way, now_s=now_s)
+                else:
+                    self._table.failed(peer_id, way, now_s=now_s)
+
+    def _measured(self, peer_id: NodeId, way: Way) -> Measurement:
+        # Most ways that lead nowhere (a link-local address in another zone) show it at once.
+        if reach(way.address, timeout_s=REACH_TIMEOUT_S) is not Reach.CONNECTED:
+            raise PeerError("nothing answers there")
+        tls = self._tls.to(peer_id)
+        return measure(way.address, credentials=tls.credentials, tls_name=tls.name)
 
     def _pin(self, members: list[Member]) -> None:
         for member in members:

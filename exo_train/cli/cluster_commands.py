@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -9,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Annotated, Any
 
@@ -17,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 
 from exo_train.agent.agent import Agent, JoinOptions
-from exo_train.agent.joining import become_member, leave_cluster, remove_member
+from exo_train.agent.joining import become_member, forget_cluster, leave_cluster, remove_member
 from exo_train.agent.local_client import Invitation, LocalClient
 from exo_train.cluster.hardware import parse_size
 from exo_train.cluster.home import Home, open_home
@@ -28,6 +30,8 @@ from exo_train.ui.tables import status_screen
 EXIT_INTERRUPTED = 130
 REDRAW_S = 1.0
 INVITE_SCHEMA = 1
+
+log = logging.getLogger(__name__)
 
 
 def register(app: typer.Typer) -> None:
@@ -95,22 +99,29 @@ def _keep_member(
     tied: bool,
 ) -> None:
     """Pair at need, then be a member until a signal or the membership's end."""
-    console = Console()
-    on_terminal = console.is_terminal and not headless
+    voice = _Voice()
+    say = voice.say
     if headless:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
     if code is not None:
-        become_member(home, code, peers=options.peers, interface=options.interface, say=say)
+        become_member(
+            home,
+            code,
+            peers=options.peers,
+            interface=options.interface,
+            say=say,
+            stopped=stopped,
+        )
         options = dataclasses.replace(options, peers=())  # they were pairing ports
     with Agent(home, options, say=say) as agent:
         say(f"listening on port {agent.port}; Ctrl-C ends")
         if agent.is_alone and not tied:
             say(_invitation_text(agent.invite()))
-        _wait(agent, stopped, console if on_terminal else None)
+        if voice.console.is_terminal and not headless:
+            with voice.outlived():
+                _draw(agent, stopped, voice.console)
+        while not stopped.wait(REDRAW_S) and not agent.ended.is_set():
+            pass
         say("leaving" if agent.failure is None else "ending")
     if agent.failure is not None:
         raise agent.failure
@@ -134,8 +145,21 @@ def invite(
         typer.echo(_invitation_text(invitation))
 
 
-def leave() -> None:
+def leave(
+    forget: Annotated[
+        bool,
+        typer.Option(
+            "--forget",
+            help="Delete the keys here and tell nobody: for a copied home folder, whose original "
+            "stays a member.",
+        ),
+    ] = False,
+) -> None:
     """End this device's membership for good: the others are told, its keys are deleted."""
+    if forget:
+        forget_cluster(open_home())
+        typer.echo("this home belongs to no cluster any more; nobody was told")
+        return
     told = leave_cluster(open_home())
     typer.echo(f"this device has left; {', '.join(told) or 'nobody'} was told")
 
@@ -179,12 +203,40 @@ def _invitation_text(invitation: Invitation) -> str:
     )
 
 
-def _wait(agent: Agent, stopped: threading.Event, console: Console | None) -> None:
-    """Wait until the user or the agent itself ends it; draw the cluster meanwhile."""
-    if console is None:
-        while not stopped.wait(REDRAW_S) and not agent.ended.is_set():
-            pass
-        return
+class _Voice:
+    """What an agent says; the agent outlives the terminal, or the program that reads it."""
+
+    def __init__(self) -> None:
+        self.console = Console()
+        self._is_silent = False
+        self._lock = threading.Lock()
+
+    def say(self, text: str) -> None:
+        with self.outlived():
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def outlived(self) -> Iterator[None]:
+        """Go on in silence where nothing can be written any more, whichever thread finds out."""
+        try:
+            yield
+        except (OSError, SystemExit) as error:  # rich raises SystemExit for a broken pipe
+            cause = error.__context__ if isinstance(error, SystemExit) else error
+            if not self._silence():
+                log.warning("nobody reads what is said here (%s): the agent goes on", cause)
+
+    def _silence(self) -> bool:
+        """Write nothing any more, at the end of the process either; tell whether it was so."""
+        with self._lock:
+            was_silent, self._is_silent = self._is_silent, True
+            self.console.quiet = True
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        return was_silent
+
+
+def _draw(agent: Agent, stopped: threading.Event, console: Console) -> None:
+    """Draw the cluster until the user or the agent itself ends it."""
     with Live(console=console, auto_refresh=False) as live:
         while not stopped.wait(REDRAW_S) and not agent.ended.is_set():
             live.update(status_screen(agent.status()), refresh=True)

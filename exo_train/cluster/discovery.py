@@ -142,7 +142,15 @@ class Discovery:
             protocol=self._protocol,
         )
         hosts = [a.host for a in self._addresses]
-        return [Announcing(zeroconf, announcement.to_info(hosts)) for zeroconf in self._zeroconfs]
+        announced: list[Announcing] = []
+        try:
+            for zeroconf in self._zeroconfs:
+                announced.append(Announcing(zeroconf, announcement.to_info(hosts)))
+        except PeerError:
+            for announcing in announced:  # else nobody would ever take them back
+                announcing.withdraw()
+            raise
+        return announced
 
     def _take(self, seen: Seen) -> None:
         if seen.node_id == self._node_id:

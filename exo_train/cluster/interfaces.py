@@ -50,6 +50,7 @@ class LocalAddress:
     host: str
     kind: str = "network"
     index: int = 0  # the interface's, for IPv6; 0: unknown
+    system_name: str = ""  # the interface's for psutil; Windows' `interface` is a description
     is_usable: bool = True
     reason: str = ""  # why it is not usable, or usable though it is a VPN
 
@@ -75,8 +76,8 @@ def local_addresses(
 ) -> list[LocalAddress]:
     """List every address, usable ones first, best interface first, IPv4 before IPv6.
 
-    `waiting` gives, by interface or host, why it cannot be used yet. All are this machine's,
-    unless given.
+    `waiting` gives, by the interface's system name or host, why it cannot be used yet. All are
+    this machine's, unless given.
     """
     if waiting is None:
         waiting = _waiting() if adapters is None else {}
@@ -86,8 +87,8 @@ def local_addresses(
         kind = kinds(label)
         for entry in adapter.ips:
             address = _to_address(label, kind, entry.ip, adapter.index or 0)
-            if address is not None:
-                found.append(_judged(address, waiting))
+            address = replace(address, system_name=str(entry.nice_name or label))
+            found.append(_judged(address, waiting))
     return sorted(
         found, key=lambda a: (not a.is_usable, a.rank, not a.is_ipv4, a.interface, a.host)
     )
@@ -109,7 +110,8 @@ def usable_addresses(
             raise ConfigError(
                 f"no interface '{interface}' with an address; there are: {names or 'none'}"
             )
-        return [replace(a, is_usable=True, reason="") for a in chosen if a.reason != NO_ZONE]
+        ready = [a for a in chosen if a.reason not in (NO_ZONE, NOT_READY)]
+        return [replace(a, is_usable=True, reason="") for a in ready]
     usable = [a for a in addresses if a.is_usable]
     if usable:
         return usable
@@ -197,9 +199,7 @@ def without_zone(host: str) -> str:
     return host.partition("%")[0]
 
 
-def _to_address(
-    label: str, kind: str, ip: str | tuple[str, int, int], index: int
-) -> LocalAddress | None:
+def _to_address(label: str, kind: str, ip: str | tuple[str, int, int], index: int) -> LocalAddress:
     if isinstance(ip, str):
         return LocalAddress(interface=label, host=ip, kind=kind, index=index)
     host, _flow, scope = ip
@@ -220,7 +220,7 @@ def _judged(address: LocalAddress, waiting: Mapping[str, str]) -> LocalAddress:
         reason = "it is no address of one device"
     elif _is_link_local_ipv6(address.host) and "%" not in address.host:
         reason = NO_ZONE
-    reason = waiting.get(address.interface) or waiting.get(address.host) or reason
+    reason = waiting.get(address.system_name) or waiting.get(address.host) or reason
     return replace(address, is_usable=not reason, reason=reason)
 
 

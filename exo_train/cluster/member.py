@@ -60,7 +60,8 @@ def after_hello(
     now_s: float,
 ) -> Member:
     """Give the member alive; where an earlier start answered, another process may be now."""
-    same = known if known is not None and known.incarnation == incarnation else None
+    is_same = known is not None and (known.incarnation, known.instance) == (incarnation, instance)
+    same = known if is_same else None
     return Member(
         facts=facts,
         incarnation=incarnation,
@@ -99,13 +100,26 @@ def gone(member: Member, state: MemberState, *, now_s: float) -> Member:
 
 def is_echo(known: Member, incarnation: int, now_s: float) -> bool:
     """Tell whether a hello is of an earlier start, or of before a goodbye."""
+    if is_long_gone(known, now_s):
+        return False
     if incarnation == known.incarnation and known.state is MemberState.LEFT:
-        return now_s - known.since_s < LEFT_ECHO_S
+        return True
     return incarnation < known.incarnation
 
 
+def is_long_gone(known: Member, now_s: float) -> bool:
+    """Tell whether nothing of what it said can still be on the way."""
+    return not known.is_live and now_s - known.since_s >= LEFT_ECHO_S
+
+
 def is_copy(known: Member, incarnation: int, instance: str, now_s: float) -> bool:
-    """Tell whether a second agent runs with this identity; starts never share an incarnation."""
+    """Tell whether a second agent runs with this identity; starts never share an incarnation.
+
+    When the one that was taken in is long gone, the other is taken in: a copy may have been ended,
+    or the home restored from a backup, which counts anew.
+    """
+    if is_long_gone(known, now_s):
+        return False
     if incarnation == known.incarnation:
         return known.instance not in ("", instance)
     return incarnation < known.incarnation and now_s - known.met_s >= RESTART_ECHO_S

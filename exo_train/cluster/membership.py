@@ -76,6 +76,7 @@ class Membership:
         self.members: dict[NodeId, Member] = {}
         self.duplicates: dict[NodeId, Duplicate] = {}  # as last heard
         self.is_revalidating = False
+        self.roster: frozenset[NodeId] = frozenset()  # who belongs here, met or not
         self._whom = WhomToAsk()
         self._pins: dict[NodeId, Address] = {}
         self._removed: set[NodeId] = set()
@@ -325,7 +326,8 @@ class Membership:
         for target, suggestion in self._whom.suggestions.items():
             is_met = target.address in places if target.node_id is None else target.node_id in met
             if not is_met:
-                is_known = suggestion.is_lasting or target.node_id in self.members
+                belongs = target.node_id in self.members or target.node_id in self.roster
+                is_known = suggestion.is_lasting or belongs
                 wanted.append((target, Need.KNOWN if is_known else Need.STRANGER))
         return wanted
 

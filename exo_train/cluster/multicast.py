@@ -14,6 +14,7 @@ import struct
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -25,7 +26,8 @@ GROUP, GROUP_V6 = "224.0.0.251", "ff02::fb"  # RFC 6762, section 3
 MAX_PACKET_BYTES = 9000  # RFC 6762, section 17
 MAX_INTERFACES = 16
 MAX_CHECKED_PER_S = 50  # packets looked into; more are counted only
-MAX_SOCKET_ERRORS = 8
+MAX_SOCKET_ERRORS = 8  # of one socket in a row
+QUIET_S = 60.0  # without an error: what came before is forgiven
 CLOSE_CHECK_S = 0.2
 CLOSE_TIMEOUT_S = 2.0
 HEADER = struct.Struct("!6H")
@@ -50,6 +52,25 @@ class MulticastCounts:
     malformed: int = 0
 
 
+class Patience:
+    """Puts up with some errors of a socket: an interface that goes down says so once, one that
+    is gone says so for ever.
+    """
+
+    def __init__(self) -> None:
+        self._num_errors = 0
+        self._last_s = 0.0
+
+    def worked(self) -> None:
+        self._num_errors = 0
+
+    def is_over(self, now_s: float) -> bool:
+        """Take in one more error; tells whether that was one too many."""
+        self._num_errors = 1 if now_s - self._last_s >= QUIET_S else self._num_errors + 1
+        self._last_s = now_s
+        return self._num_errors >= MAX_SOCKET_ERRORS
+
+
 class MulticastEar:
     """Opens what can be opened of `addresses`; `senders` are those, `left_out` the others."""
 
@@ -60,7 +81,7 @@ class MulticastEar:
         self._own_hosts = {without_zone(a.host) for a in local_addresses()}
         self._counts: dict[str, MulticastCounts] = {}
         self._selector = selectors.DefaultSelector()
-        self._errors: dict[socket.socket, int] = {}
+        self._patience: defaultdict[socket.socket, Patience] = defaultdict(Patience)
         self._checked: tuple[int, int] = (0, 0)  # the second, and how many in it
         self._closing = False
         for address in one_per_interface(addresses):
@@ -103,14 +124,11 @@ class MulticastEar:
                 except OSError as error:
                     self._forgive(ear, error)
                 else:
+                    self._patience[ear].worked()
                     self._count(self._counts[key.data], data, without_zone(source[0]))
 
     def _forgive(self, ear: socket.socket, error: OSError) -> None:
-        """Put up with some errors: an interface that goes down says so once, one that is gone
-        says so for ever.
-        """
-        self._errors[ear] = self._errors.get(ear, 0) + 1
-        if self._errors[ear] == MAX_SOCKET_ERRORS:
+        if self._patience[ear].is_over(time.monotonic()):
             log.info("no longer listening for mDNS on one interface: %s", error)
             self._selector.unregister(ear)
             ear.close()

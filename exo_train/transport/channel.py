@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -138,13 +139,32 @@ def bind_all(
     credentials: grpc.ServerCredentials | None = None,
 ) -> int:
     """Bind one port on several hosts and give it; the first must work, others are logged."""
-    bound = bind(server, hosts[0], port, credentials=credentials)
-    for host in hosts[1:]:
+    return bind_each(server, hosts, port, credentials=credentials)[0]
+
+
+def bind_each(
+    server: grpc.Server,
+    hosts: Sequence[str],
+    port: int = 0,
+    *,
+    credentials: grpc.ServerCredentials | None = None,
+) -> tuple[int, tuple[str, ...]]:
+    """Bind one port where it can be; gives it and where. Raises PeerError when it is nowhere.
+
+    An IPv6 address cannot be bound while the system still checks that it is nobody else's.
+    """
+    bound: list[str] = []
+    refusal: PeerError | None = None
+    for host in hosts:
         try:
-            bind(server, host, bound, credentials=credentials)
+            port = bind(server, host, port, credentials=credentials)
+            bound.append(host)
         except PeerError as error:
-            log.warning("not listening on %s: %s", host, error)
-    return bound
+            refusal = refusal or error
+            log.info("not listening on %s: %s", host, error)
+    if not bound:
+        raise refusal or PeerError("there is no address to listen on")
+    return port, tuple(bound)
 
 
 def _target(address: Address) -> str:
@@ -180,7 +200,8 @@ def _port_holder(port: int) -> str:
     try:
         for connection in psutil.net_connections("tcp"):
             here = connection.laddr and connection.laddr.port == port
-            if here and connection.status == psutil.CONN_LISTEN and connection.pid is not None:
+            is_other = connection.pid not in (None, os.getpid())
+            if here and connection.status == psutil.CONN_LISTEN and is_other:
                 return f"process {connection.pid} holds port {port}"
     except psutil.Error:  # macOS tells only the administrator
         pass

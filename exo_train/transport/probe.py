@@ -231,7 +231,10 @@ def _echo(channel: grpc.Channel, budget_s: float) -> list[float]:
         _echo_once(conversation, 0)
         stop_s = time.monotonic() + budget_s * ECHO_SHARE
         try:
-            while len(round_trips_s) < NUM_ECHOES and time.monotonic() < stop_s:
+            # One at least, also when this process was held up meanwhile.
+            while not round_trips_s or (
+                len(round_trips_s) < NUM_ECHOES and time.monotonic() < stop_s
+            ):
                 round_trips_s.append(_echo_once(conversation, 1 + len(round_trips_s)))
         except grpc.RpcError as error:
             if not round_trips_s or not _is_overdue(error):

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import threading
+import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from exo_train.identity import (
 from exo_train.peer import NodeId
 
 MAX_SAID = 64  # log lines about refusals, per server: a flood must not fill the disk
+MAX_HOSTS = 256  # from which members have called; the newest stay
 MAX_CALLS_OF_ONE = 16  # under way at once: no member may take the threads that the others need
 FIRST_MESSAGE_S = 5.0  # for a call that says nothing
 _CERTIFICATE = "x509_pem_cert"
@@ -109,6 +111,12 @@ def caller_id(context: grpc.ServicerContext) -> NodeId:
     return _id_of(caller_certificate(context))
 
 
+def host_of(peer: str) -> str:
+    """Give the host of what gRPC calls a peer: `ipv4:1.2.3.4:5` or `ipv6:[::1]:5`, escaped."""
+    host = urllib.parse.unquote(peer).partition(":")[2].rpartition(":")[0]
+    return host.strip("[]").removeprefix("::ffff:")
+
+
 @functools.lru_cache(maxsize=256)
 def _to_der(pem: bytes) -> bytes:
     return x509.load_pem_x509_certificate(pem).public_bytes(Encoding.DER)
@@ -124,13 +132,15 @@ class Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
     """Lets calls through whose caller `admit` accepts, and only then reads their messages.
 
     `admit` takes the caller's certificate (DER) and raises PeerError with a sentence for it.
-    Refusals are counted by kind; each kind and caller is logged once.
+    Refusals are counted by kind; each kind and caller is logged once. Where members call from is
+    remembered: it may be no address that they tell of (a second card, NAT, a temporary IPv6 one).
     """
 
     def __init__(self, admit: Callable[[bytes], object]) -> None:
         self._admit = admit
         self._counts: Counter[str] = Counter()
         self._under_way: Counter[NodeId] = Counter()
+        self._hosts: dict[str, None] = {}  # the newest last
         self._said: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
 
@@ -138,6 +148,11 @@ class Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
         """Give how many calls were refused, by kind."""
         with self._lock:
             return dict(self._counts)
+
+    def hosts(self) -> frozenset[str]:
+        """Give the hosts from which calls were let in."""
+        with self._lock:
+            return frozenset(self._hosts)
 
     def refuse(
         self, context: grpc.ServicerContext, code: grpc.StatusCode, kind: str, sentence: str
@@ -147,7 +162,7 @@ class Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
         context.abort(code, sentence)
 
     def _note(self, context: grpc.ServicerContext, kind: str, sentence: str) -> None:
-        host = context.peer().rpartition(":")[0]
+        host = host_of(context.peer())
         with self._lock:
             self._counts[kind] += 1
             is_new = (kind, host) not in self._said and len(self._said) < MAX_SAID
@@ -207,8 +222,12 @@ class Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
             self.refuse(context, grpc.StatusCode.PERMISSION_DENIED, "removed", str(error))
         except PeerError as error:
             self.refuse(context, grpc.StatusCode.UNAUTHENTICATED, "not a member", str(error))
-        caller = caller_id(context)
+        caller, host = caller_id(context), host_of(context.peer())
         with self._lock:
+            self._hosts.pop(host, None)
+            self._hosts[host] = None
+            if len(self._hosts) > MAX_HOSTS:
+                del self._hosts[next(iter(self._hosts))]
             has_room = self._under_way[caller] < MAX_CALLS_OF_ONE
             self._under_way[caller] += has_room
         if not has_room:

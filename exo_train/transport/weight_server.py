@@ -86,7 +86,7 @@ class WeightServer:
             self._models.pop(token, None)
 
     def listen_also(self, hosts: Sequence[str]) -> None:
-        """Listen on further hosts, at the same port; raises PeerError when it is taken there."""
+        """Listen on further hosts, at the same port; raises PeerError when it can on none."""
         self._serve(hosts, self.port)
 
     def close(self) -> None:

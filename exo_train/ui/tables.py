@@ -13,7 +13,9 @@ def status_screen(status: dict[str, Any]) -> RenderableType:
     """Draw `status --json`: members, the links between them, the run, and what needs a word."""
     parts: list[RenderableType] = [_members_table(status)]
     parts += [Text(link["line"]) for link in status["links"]]
-    parts += [Text(line) for line in (*_run_lines(status["run"]), *_notes(status))]
+    runs = status.get("runs") or [run for run in (status["run"],) if run is not None]
+    run_lines = [line for run in runs for line in _run_lines(run)]
+    parts += [Text(line) for line in (*run_lines, *_notes(status))]
     return Group(*parts)
 
 
@@ -31,17 +33,15 @@ def _members_table(status: dict[str, Any]) -> Table:
             f"{member['name']}{own}\n{member['id'][:8]}",
             "alive, slow" if member["slow"] else member["state"],
             _age(member["since_s"]),
-            f"{member['backend']}/{member['device']}",
+            f"{member['backend']}/{member['device']}" if member["backend"] else "",
             member["chip"],
-            f"{usable:.1f} GB\n({free:.1f} of {all_:.1f} free)",
+            f"{usable:.1f} GB\n({free:.1f} of {all_:.1f} free)" if all_ else "",
             member["addresses"][0] if member["addresses"] else "",
         )
     return table
 
 
-def _run_lines(run: dict[str, Any] | None) -> list[str]:
-    if run is None:
-        return []
+def _run_lines(run: dict[str, Any]) -> list[str]:
     lines = [f"run {run['id']}:"]
     for rank in run["ranks"]:
         left = rank["phase_left_s"]
@@ -60,6 +60,11 @@ def _notes(status: dict[str, Any]) -> list[str]:
             lines.append(
                 f"{member['name']}: others cannot connect to it, so it gets no place in a ring; "
                 f"run `exo-train doctor` there"
+            )
+        if member["state"] == "away":
+            lines.append(
+                f"{member['name']}: a member, but not met since this agent started; if there is "
+                f"no such device, run `exo-train remove {member['id'][:8]}`"
             )
     if status["other_clusters"]:
         lines.append(f"{status['other_clusters']} other cluster(s) seen on this network")

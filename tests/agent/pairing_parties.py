@@ -7,6 +7,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,8 +17,9 @@ import grpc
 from exo_train.agent.pairing import Paired, pair
 from exo_train.agent.pairing_desk import PairingDesk
 from exo_train.agent.protocol import PROTOCOL_VERSION, greeting
-from exo_train.cluster.pairing import Closed, Code, JoinerExchange
+from exo_train.cluster.pairing import Closed, Code, InviterExchange, JoinerExchange
 from exo_train.cluster.roster import Roster
+from exo_train.cluster.steady_clock import steady_s
 from exo_train.errors import ExoTrainError, PeerError
 from exo_train.identity import found_cluster, issue_certificate, new_key, public_key_of
 from exo_train.peer import Address, NodeId
@@ -41,17 +43,20 @@ class Cluster:
         lifetime_s: float = 600.0,
         hosts: tuple[str, ...] = (LOOPBACK,),
         error: ExoTrainError | None = None,
+        clock: Callable[[], float] = steady_s,
     ) -> None:
         self.identity = found_cluster()
         self.roster = Roster.of(self.identity)
         self.closed: queue.Queue[Closed] = queue.Queue()
         self.error = error
+        self.hosts = hosts
         self.desk = PairingDesk(
-            hosts,
+            lambda: self.hosts,
             admit=self.admit,
             on_closed=self.closed.put,
             lifetime_s=lifetime_s,
             choose=lambda: CODE,
+            clock=clock,
         )
 
     @property
@@ -90,6 +95,20 @@ def try_to_pair(candidates: Iterable[Address], code: Code = CODE) -> Paired | st
 
 def some_key() -> bytes:
     return public_key_of(new_key())
+
+
+def impostor(proofs: list[bytes]) -> tuple[grpc.Server, Address]:
+    """Start a pairing port that pretends to have a code with any number, and keeps what it gets."""
+
+    def pretend(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        first = pb.JoinerMessage.FromString(next(requests))
+        guess = Code(number=first.number, words=WRONG.words)
+        exchange = InviterExchange(guess, protocol=PROTOCOL_VERSION)
+        yield pb.InviterMessage(spake=exchange.answer(first.spake)).SerializeToString()
+        proofs.append(next(requests))
+        yield pb.InviterMessage(sealed=b"x" * 900).SerializeToString()
+
+    return serve(pretend)
 
 
 class ByHand:
@@ -184,9 +203,10 @@ def middleman(target: Address, change: Change) -> tuple[grpc.Server, Address, li
 
 
 class Wire:
-    """A TCP relay that writes down every byte of both directions."""
+    """A TCP relay that writes down every byte of both directions, and may take its time."""
 
-    def __init__(self, target: Address) -> None:
+    def __init__(self, target: Address, *, delay_s: float = 0.0) -> None:
+        self._delay_s = delay_s
         self.heard = bytearray()
         self._target = target
         self._listener = socket.create_server((LOOPBACK, 0))
@@ -204,6 +224,7 @@ class Wire:
         with suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                time.sleep(self._delay_s)
                 far = socket.create_connection((self._target.host, self._target.port))
                 self._sockets += [near, far]
                 for source, sink in ((near, far), (far, near)):

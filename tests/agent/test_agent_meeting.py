@@ -193,7 +193,7 @@ def test_a_copied_home_is_recognised_by_others_and_by_the_copy(join: Join, tmp_p
     studio, laptop, copy = copied_laptop(join, tmp_path)
     said = studio.wait_says("a home folder was copied")
     assert said.startswith(f"two devices run with the identity {laptop.id[:8]} (")
-    assert "run `exo-train leave` on the copy and pair it anew" in said
+    assert "on the copy, end `exo-train join`, run `exo-train leave --forget`" in said
     said = copy.wait_says("its home folder was copied")
     assert said.startswith(
         f"another device runs with this one's identity ({LOOPBACK}:{laptop.port})"

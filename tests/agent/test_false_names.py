@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from exo_train.agent.admissions import Admissions
 from exo_train.agent.dialling import Dialling, NotTheDeviceError, RemovedHereError
 from exo_train.agent.protocol import greeting
-from exo_train.agent.services import _host, may_dial_back
+from exo_train.agent.services import may_dial_back
 from exo_train.cluster.home import Home
 from exo_train.identity import (
     ANY_MEMBER_TLS_NAME,
@@ -38,6 +38,7 @@ from exo_train.transport.data_server import DataServer
 from exo_train.transport.dial import dial
 from exo_train.transport.grpc_link import EXCHANGE_METHOD
 from exo_train.transport.hello import encode_hello
+from exo_train.transport.tls import host_of
 from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb import pairing_pb2
 from tests.agent.members_here import (
@@ -382,8 +383,9 @@ def test_dial_back_does_not_look_at_this_device_for_others(
         ("ipv4:192.168.1.7:5000", "192.168.1.7"),
         ("ipv6:[fe80::7%25eth0]:5000", "fe80::7%eth0"),
         ("ipv6:%5B::1%5D:5000", "::1"),
+        ("ipv6:%5B::ffff:192.168.1.7%5D:5000", "192.168.1.7"),
         ("unix:", ""),
     ],
 )
 def test_a_callers_host_is_read_from_what_grpc_says(peer: str, host: str) -> None:
-    assert _host(peer) == host
+    assert host_of(peer) == host

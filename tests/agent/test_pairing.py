@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from pairing_parties import (
     WRONG,
     ByHand,
     Cluster,
+    Wire,
+    impostor,
     serve,
     some_key,
     try_to_pair,
@@ -27,9 +30,9 @@ import exo_train
 from exo_train.agent import pairing
 from exo_train.agent.pairing import Paired, pair
 from exo_train.agent.protocol import PROTOCOL_VERSION, greeting
-from exo_train.cluster.pairing import Closed, Code
+from exo_train.cluster.pairing import Closed, Code, InviterExchange
 from exo_train.cluster.roster import Roster
-from exo_train.errors import ConfigError, PeerError, ProtocolError
+from exo_train.errors import ConfigError, InterruptedRunError, PeerError, ProtocolError
 from exo_train.identity import check_identity, to_pem
 from exo_train.peer import Address
 from exo_train.transport.channel import bind, new_server
@@ -134,6 +137,18 @@ def test_one_device_at_two_addresses_costs_one_try(stack: contextlib.ExitStack) 
     assert isinstance(try_to_pair(addresses), Paired)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only there 127.0.0.2 is this machine, too")
+def test_one_device_at_eight_addresses_does_not_cut_itself_off(
+    stack: contextlib.ExitStack,
+) -> None:
+    cluster = Cluster(hosts=tuple(f"127.0.0.{number}" for number in range(1, 9)))
+    stack.callback(cluster.desk.close)
+    for _ in range(5):
+        cluster.invite()
+        assert len(cluster.desk.addresses) == pairing.MAX_AT_ONCE
+        assert isinstance(try_to_pair(cluster.desk.addresses), Paired)
+
+
 def test_another_number_costs_no_try(cluster: Cluster) -> None:
     address = cluster.invite()
     for number in range(10, 15):
@@ -155,6 +170,33 @@ def test_an_expired_code_gets_nothing(stack: contextlib.ExitStack) -> None:
     assert cluster.joined == ()
 
 
+def test_a_code_ages_while_the_machine_sleeps(stack: contextlib.ExitStack) -> None:
+    """All waits stand still then: only the clock has gone on afterwards."""
+    now_s = 0.0
+    cluster = Cluster(clock=lambda: now_s)
+    stack.callback(cluster.desk.close)
+    address = cluster.invite()
+    now_s = 599.0
+    assert cluster.desk.addresses == (address,)
+    with ByHand(address) as hand:
+        exchange = hand.begin(CODE)
+        now_s = 601.0
+        assert cluster.desk.addresses == ()
+        reply = hand.prove(exchange, some_key())
+        assert reply is None or reply.refusal == "closed"
+    assert cluster.closed.get(timeout=3.0) is Closed.EXPIRED
+    assert not is_open(address)
+    assert cluster.joined == ()
+
+
+def test_each_code_is_for_the_addresses_of_its_moment(cluster: Cluster) -> None:
+    assert cluster.invite().host == LOOPBACK
+    cluster.hosts = ("::1",)
+    after = cluster.invite()
+    assert after.host == "::1"
+    assert isinstance(try_to_pair([after]), Paired)
+
+
 def test_a_new_code_voids_the_one_before(cluster: Cluster) -> None:
     before = cluster.invite()
     after = cluster.invite()
@@ -169,7 +211,7 @@ def test_a_closed_desk_may_invite_again_from_its_callback(cluster: Cluster) -> N
 
     def invite(why: Closed) -> None:
         if not again:
-            again.append(str(cluster.desk.invite()[0]))
+            again.append(str(cluster.desk.invite().code))
             done.set()
 
     cluster.desk._on_closed = invite
@@ -264,6 +306,61 @@ def test_candidates_may_turn_up_later_or_never(cluster: Cluster) -> None:
     with pytest.raises(PeerError, match="no device that invites was heard"):
         pair([], CODE)
     forever.set()
+
+
+def test_others_are_asked_only_when_all_who_were_named_have_missed(
+    cluster: Cluster, stack: contextlib.ExitStack
+) -> None:
+    """Whoever else answers may be an impostor, and gets the one guess."""
+    proofs: list[bytes] = []
+    server, pretender = impostor(proofs)
+    stack.callback(lambda: server.stop(None).wait())
+    slow = Wire(cluster.invite(), delay_s=1.0)
+    stack.callback(slow.close)
+    asked: list[bool] = []
+
+    def otherwise(ended: threading.Event) -> Iterator[Address]:
+        asked.append(True)
+        yield pretender
+
+    named = [Address(LOOPBACK, 1), slow.address]
+    assert pair(named, CODE, otherwise=otherwise).identity.cluster == cluster.identity.cluster
+    assert (proofs, asked) == ([], [])
+    with pytest.raises(PeerError, match="pretend to be that device"):
+        pair(named[:1], CODE, otherwise=otherwise)
+    assert (len(proofs), asked) == (1, [True])
+
+
+@pytest.mark.parametrize("at", ["a silent port", "the network", "the proof"])
+def test_a_stop_ends_the_search_wherever_it_is(stack: contextlib.ExitStack, at: str) -> None:
+    forever, stopped = threading.Event(), threading.Event()
+    stack.callback(forever.set)
+
+    def hang(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        first = pb.JoinerMessage.FromString(next(requests))
+        answer = InviterExchange(CODE, protocol=PROTOCOL_VERSION).answer(first.spake)
+        yield pb.InviterMessage(spake=answer).SerializeToString()
+        forever.wait()
+
+    def browse(ended: threading.Event) -> Iterator[Address]:
+        ended.wait()
+        yield from ()
+
+    silent = stack.enter_context(socket.create_server((LOOPBACK, 0)))
+    server, hanging = serve(hang)
+    stack.callback(lambda: server.stop(None).wait())
+    stack.callback(forever.set)
+    named = {
+        "a silent port": [Address(LOOPBACK, silent.getsockname()[1])],
+        "the network": [],
+        "the proof": [hanging],
+    }[at]
+    threading.Timer(0.4, stopped.set).start()
+    started_s = time.monotonic()
+    with pytest.raises(InterruptedRunError, match="nothing was changed here") as caught:
+        pair(named, CODE, otherwise=browse, stopped=stopped)
+    assert time.monotonic() - started_s < 1.4
+    assert ("the code may be used up" in str(caught.value)) == (at == "the proof")
 
 
 def test_an_error_of_the_search_is_passed_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import threading
 import time
@@ -15,12 +16,11 @@ from pairing_parties import (
     CODE,
     LOOPBACK,
     PAIR,
-    WRONG,
     ByHand,
     Cluster,
     Wire,
+    impostor,
     middleman,
-    serve,
     try_to_pair,
 )
 
@@ -145,17 +145,9 @@ def test_an_impostor_sees_the_code_used_once_and_learns_nothing(
 ) -> None:
     """It may test one guess on what it gets; with many addresses it must not get more."""
     proofs: list[bytes] = []
-
-    def pretend(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        exchange = InviterExchange(WRONG, protocol=PROTOCOL_VERSION)
-        first = pb.JoinerMessage.FromString(next(requests))
-        yield pb.InviterMessage(spake=exchange.answer(first.spake)).SerializeToString()
-        proofs.append(next(requests))
-        yield pb.InviterMessage(sealed=b"x" * 900).SerializeToString()
-
     addresses = []
     for _ in range(3):
-        server, address = serve(pretend)
+        server, address = impostor(proofs)
         stack.callback(lambda server=server: server.stop(None).wait())
         addresses.append(address)
     assert "pretend to be that device" in str(try_to_pair(addresses))
@@ -234,13 +226,59 @@ def test_a_proof_that_is_too_large_is_cut_off(cluster: Cluster) -> None:
 def test_streams_that_say_nothing_do_not_keep_a_device_out(cluster: Cluster) -> None:
     address = cluster.invite()
     with contextlib.ExitStack() as opened:
-        for _ in range(20):
+        for _ in range(2 * pairing_desk.MAX_CALLS):
             opened.enter_context(ByHand(address))
         half = opened.enter_context(ByHand(address))
         half.begin(CODE)  # and then nothing
         started_s = time.monotonic()
         assert isinstance(try_to_pair([address]), Paired)
         assert time.monotonic() - started_s < SOON_S
+
+
+def test_greetings_that_say_nothing_do_not_keep_a_device_out(cluster: Cluster) -> None:
+    address = cluster.invite()
+    silence: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    with contextlib.ExitStack() as opened:
+        for _ in range(2 * pairing_desk.MAX_CALLS):
+            channel = opened.enter_context(contextlib.closing(open_channel(address)))
+            greet = channel.stream_unary("/exo_train.wire.Handshake/Greet")
+            greet.future(iter(silence.get, None))
+            opened.callback(silence.put, None)
+        time.sleep(0.5)
+        assert isinstance(try_to_pair([address]), Paired)
+
+
+def test_greetings_that_nobody_hears_do_not_keep_a_device_out(cluster: Cluster) -> None:
+    """HTTP/2 that allows its server to send nothing: the answers stay where they are."""
+    address = cluster.invite()
+    fields = {
+        b":method": b"POST",
+        b":scheme": b"http",
+        b":path": b"/exo_train.wire.Handshake/Greet",
+        b":authority": b"desk",
+        b"content-type": b"application/grpc",
+        b"te": b"trailers",
+    }
+    # RFC 7541, 6.2.2: literal fields, not indexed. RFC 9113: window 0 is setting 4.
+    block = b"".join(
+        b"\x00" + b"".join(bytes([len(part)]) + part for part in pair) for pair in fields.items()
+    )
+    said = (
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        + b"\x00\x00\x06\x04\x00\x00\x00\x00\x00"
+        + b"\x00\x04\x00\x00\x00\x00"
+        + len(block).to_bytes(3, "big")
+        + b"\x01\x04\x00\x00\x00\x01"
+        + block
+        + b"\x00\x00\x05\x00\x01\x00\x00\x00\x01"
+        + bytes(5)  # an empty message, the last
+    )
+    with contextlib.ExitStack() as opened:
+        for _ in range(2 * pairing_desk.MAX_CALLS):
+            one = opened.enter_context(socket.create_connection((LOOPBACK, address.port)))
+            one.sendall(said)
+        time.sleep(0.5)
+        assert isinstance(try_to_pair([address]), Paired)
 
 
 def test_a_stream_has_a_limit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

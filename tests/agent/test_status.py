@@ -15,11 +15,17 @@ from typing import Any
 import pytest
 
 from exo_train.agent import run_session
+from exo_train.agent.actions import AgentActions
+from exo_train.agent.examination import read_examination
+from exo_train.agent.members import wait_candidates
 from exo_train.agent.worker_process import WorkerProcess
 from exo_train.backends.registry import available_backends
 from exo_train.cluster.home import Home
 from exo_train.cluster.member import view_hash
 from exo_train.cluster.membership import SLOW_RTT_S
+from exo_train.config import TrainConfig
+from exo_train.errors import PeerError
+from exo_train.identity import new_key, node_id_of, public_key_of
 from exo_train.wire.pb import control_pb2 as pb
 from tests.agent.agents_here import ByHand, Here, wait_all_alive, wait_states
 from tests.agent.conftest import Command, Join
@@ -182,6 +188,27 @@ def stand_in_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_session, "WorkerProcess", child)
 
 
+@contextlib.contextmanager
+def taking_part(
+    driver: ByHand, here: Here, run_id: str, generation: int, rank: int
+) -> Iterator[None]:
+    """Have a member run as a rank until this ends."""
+    prepare = pb.Prepare(
+        backend=available_backends()[0],
+        device="cpu",
+        node_id=here.id,
+        cluster=driver.identity.cluster,
+    )
+    first = pb.RunMessage(run_id=run_id, generation=generation, rank=rank, prepare=prepare)
+    requests: queue.SimpleQueue[pb.RunMessage | None] = queue.SimpleQueue()
+    requests.put(first)
+    with driver.control_of(here) as control:
+        call = control.Run(iter(requests.get, None))
+        yield
+        requests.put(None)
+        call.cancel()
+
+
 def test_a_run_is_told_by_all_with_what_it_waits_for_and_until_when(
     three: tuple[Here, Here, Here], tmp_path: Path, stand_in_worker: None, command: Command
 ) -> None:
@@ -190,18 +217,7 @@ def test_a_run_is_told_by_all_with_what_it_waits_for_and_until_when(
     driver = ByHand.invited_by(studio, tmp_path / "driver")
     with contextlib.ExitStack() as stack:
         for rank, here in enumerate((den, laptop)):
-            prepare = pb.Prepare(
-                backend=available_backends()[0],
-                device="cpu",
-                node_id=here.id,
-                cluster=driver.identity.cluster,
-            )
-            first = pb.RunMessage(run_id="r1", generation=3, rank=rank, prepare=prepare)
-            requests: queue.SimpleQueue[pb.RunMessage | None] = queue.SimpleQueue()
-            requests.put(first)
-            call = stack.enter_context(driver.control_of(here)).Run(iter(requests.get, None))
-            stack.callback(call.cancel)
-            stack.callback(requests.put, None)
+            stack.enter_context(taking_part(driver, here, "r1", 3, rank))
 
         def ranks(here: Here) -> list[tuple[str, int, str]]:
             run = here.agent.status()["run"] or {"ranks": []}
@@ -232,6 +248,99 @@ def test_a_run_is_told_by_all_with_what_it_waits_for_and_until_when(
         10.0,
         lambda: str([here.agent.status()["run"] for here in three]),
     )
+
+
+def test_several_runs_are_told_in_one_order_by_all_the_largest_first(
+    three: tuple[Here, Here, Here], tmp_path: Path, stand_in_worker: None, command: Command
+) -> None:
+    studio, den, laptop = three
+    driver = ByHand.invited_by(studio, tmp_path / "driver")
+
+    def told(here: Here) -> list[tuple[str, int, list[str]]]:
+        status = here.agent.status()
+        runs = status.get("runs", [])
+        assert status["run"] == (runs[0] if runs else status["run"])
+        return [(r["id"], r["generation"], [k["name"] for k in r["ranks"]]) for r in runs]
+
+    def wait_told(wanted: list[tuple[str, int, list[str]]]) -> None:
+        wait_until(
+            lambda: all(told(here) == wanted for here in three),
+            10.0,
+            lambda: str([told(here) for here in three]),
+        )
+
+    with contextlib.ExitStack() as large:
+        with taking_part(driver, studio, "zzz", 9, 0):
+            large.enter_context(taking_part(driver, den, "aaa", 3, 1))
+            large.enter_context(taking_part(driver, laptop, "aaa", 3, 0))
+            wait_told([("aaa", 3, ["laptop", "den"]), ("zzz", 9, ["studio"])])
+            for here in three:
+                large_run, small_run = here.agent.status()["runs"]
+                assert (large_run["worker_pid"] is None) == (here is studio)
+                assert (small_run["worker_pid"] is None) == (here is not studio)
+            shown = command(den.home, "status").out
+            assert shown.index("run aaa:") < shown.index("run zzz:")
+        with taking_part(driver, studio, "aaa", 4, 2):
+            wait_until(
+                lambda: all(generations(here) == {4: ["studio"]} for here in three),
+                10.0,
+                lambda: str([here.agent.status()["run"] for here in three]),
+            )
+    with taking_part(driver, den, "bbb", 1, 0), taking_part(driver, studio, "aaa", 1, 0):
+        wait_told([("aaa", 1, ["studio"]), ("bbb", 1, ["den"])])
+
+
+def generations(here: Here) -> dict[int, list[str]]:
+    """Give who runs in which generation; old parts of a run that goes on are no second run."""
+    status = here.agent.status()
+    runs = status.get("runs") or [run for run in [status["run"]] if run]
+    return {run["generation"]: [rank["name"] for rank in run["ranks"]] for run in runs}
+
+
+def test_a_member_that_nobody_has_met_is_listed_counts_for_nothing_and_can_be_removed(
+    join: Join, command: Command
+) -> None:
+    """An admission that was lost on the way leaves one in the roster."""
+    studio = join("studio")
+    den = join("den", studio)
+    wait_all_alive(studio, den)
+    view = studio.agent.status()["view_hash"]
+    key = public_key_of(new_key())
+    studio.agent.admissions.invite(key, ())
+    ghost = node_id_of(key)
+    wanted = {"studio": "alive", "den": "alive", ghost[:8]: "away"}
+    for here in (studio, den):
+        wait_states(here, wanted)
+        assert here.agent.status()["view_hash"] == view
+    row, own = den.row(ghost[:8]), den.row("den")
+    assert row.keys() == MEMBER_KEYS
+    assert {key: type(value) for key, value in row.items() if key != "clock_skew_s"} == {
+        key: type(value) for key, value in own.items() if key != "clock_skew_s"
+    }
+    assert (row["id"], row["clock_skew_s"], row["run"]) == (ghost, None, None)
+    assert not any(row[key] for key in MEMBER_KEYS if key.endswith("_bytes"))
+    config = TrainConfig(min_devices=3, device_wait_s=0.1)
+    with den.client() as client, pytest.raises(PeerError, match="3 devices wanted") as error:
+        wait_candidates(client, config)
+    assert ghost[:8] not in str(error.value)
+    told = read_examination(json.loads(AgentActions(den.agent).examine_json()))
+    assert {member.name for member in told.members if member.is_live} == {"studio", "den"}
+    assert f"exo-train remove {ghost[:8]}" in command(den.home, "status").out
+    assert command(den.home, "remove", ghost[:8]).code == 0
+    for here in (studio, den):
+        wait_states(here, {"studio": "alive", "den": "alive"})
+
+
+def test_a_member_that_is_switched_off_is_listed_by_the_name_it_had(join: Join) -> None:
+    studio = join("studio")
+    den = join("den", studio)
+    wait_all_alive(studio, den)
+    wait_until(lambda: bool(studio.home.remembered_peers()), 10.0, lambda: "not remembered")
+    for here in (studio, den):
+        here.agent.__exit__(None, None, None)
+    again = join("studio")
+    assert again.states() == {"studio": "alive", "den": "away"}
+    assert again.row("den")["id"] == den.id
 
 
 def test_who_answers_late_is_called_slow_and_stays_a_member(join: Join) -> None:

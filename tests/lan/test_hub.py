@@ -153,6 +153,18 @@ def test_a_refusal_is_a_reset_and_a_cut_is_silence(three: Lan) -> None:
         _connect(three, 2).close()
 
 
+def test_a_refusal_is_a_reset_over_ipv6_too(three: Lan) -> None:
+    for number in (1, 2):
+        three.give_address(number, f"fd00:56::{number}")
+    three.hub.set_rules(1, 2, Rule(refuses=True))
+    start_s = time.monotonic()
+    with three.inside(1), pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("fd00:56::2", PORT), 1.0)
+    assert time.monotonic() - start_s < 0.5
+    for number in (1, 2):
+        three.take_address(number, f"fd00:56::{number}")
+
+
 def test_packets_over_the_limit_vanish_and_others_pass(three: Lan) -> None:
     with _udp_pair(three) as (one, two):
         three.hub.set_rules(1, 2, Rule(mtu_bytes=1400))

@@ -34,7 +34,7 @@ MAX_GROWTH_BYTES = 24_000_000
 MAX_BUSY_SHARE = 0.6  # of a core, at 1000 malformed packets a second
 MAX_NEW_LINES = 20
 NUM_SILENT = 300
-NUM_CLOSED = 64
+NUM_CLOSED = 500
 CLOSED_WITHIN_S = 15.0
 OPENINGS = (
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -120,7 +120,7 @@ def test_many_connections_that_say_nothing_or_rubbish_are_borne(pair: Pair) -> N
 
 
 def test_connections_that_say_nothing_are_closed_and_cost_no_files(pair: Pair) -> None:
-    """L44."""
+    """L44: files are flat, one line tells who it is, and doctor counts them."""
     files_before = pair.one.running().num_fds()
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(_connect(pair)) for _ in range(NUM_CLOSED)]
@@ -134,6 +134,13 @@ def test_connections_that_say_nothing_are_closed_and_cost_no_files(pair: Pair) -
             2.0,
             lambda: f"{pair.one.running().num_fds()} files, {files_before} before",
         )
+    pair.assert_undisturbed()
+    line = f"{host(STRANGER)}, which is no member, connects to port {pair.one.port}"
+    assert pair.one.output.count(line) == 1
+    counted = pair.one.examine()["refused_calls"]
+    assert counted[f"connections from {host(STRANGER)}"] >= NUM_CLOSED / 2
+    _, found = pair.one.doctor()
+    assert any(f"connections from {host(STRANGER)}" in finding["said"] for finding in found)
 
 
 def test_no_call_of_a_stranger_is_answered(pair: Pair) -> None:

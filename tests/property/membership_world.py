@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from exo_train.cluster.member import DEAD_AFTER_S, LEFT_ECHO_S, MemberState, view_hash
+from exo_train.cluster.member import DEAD_AFTER_S, LEFT_ECHO_S, MemberState, is_long_gone, view_hash
 from exo_train.cluster.membership import ASLEEP_AFTER_S, REFUSED_DEAD_AFTER_S, Effect, Membership
 from exo_train.cluster.whom_to_ask import FIRST_RETRY_S, Ask, Failure
 from exo_train.peer import Address, DeviceFacts, NodeId
@@ -314,7 +314,8 @@ class World:
         )
         if sender is not hearer:
             member = agent.members[sender.node_id]
-            if before is not None and incarnation < before.incarnation:
+            is_open = before is not None and is_long_gone(before, self.now_s)
+            if before is not None and incarnation < before.incarnation and not is_open:
                 assert member.incarnation == before.incarnation, "an echo changed something"
             elif before is not None and before.state is MemberState.LEFT:
                 is_echo = incarnation == before.incarnation
@@ -347,6 +348,8 @@ class World:
         for node_id, member in agent.members.items():
             assert member.incarnation >= device.highest.get(node_id, 0)
             device.highest[node_id] = member.incarnation
+            if is_long_gone(member, self.now_s):  # a restored home counts anew
+                del device.highest[node_id]
             silent_s = self.now_s - device.heard_s[node_id]
             if member.state is MemberState.DEAD and member.since_s == self.now_s:
                 least_s = REFUSED_DEAD_AFTER_S if self._may_be_refused(node_id) else DEAD_AFTER_S

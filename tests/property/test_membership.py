@@ -8,7 +8,13 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from exo_train.cluster.member import DEAD_AFTER_S, LEFT_ECHO_S, SUSPECT_AFTER_S, MemberState
+from exo_train.cluster.member import (
+    DEAD_AFTER_S,
+    LEFT_ECHO_S,
+    SUSPECT_AFTER_S,
+    MemberState,
+    is_long_gone,
+)
 from exo_train.cluster.membership import (
     ASLEEP_AFTER_S,
     FORGET_AFTER_S,
@@ -110,7 +116,8 @@ class Network(RuleBasedStateMachine):
             assert not any(isinstance(e, (Changed, Duplicate)) for e in effects)
             return
         member = self.membership.members[sign.node_id]
-        if known and sign.incarnation < known.incarnation:
+        is_open = known is not None and is_long_gone(known, self.now_s)
+        if known and sign.incarnation < known.incarnation and not is_open:
             assert member is known, "an echo changed something"
             return
         has_left = known is not None and known.state is MemberState.LEFT
@@ -196,6 +203,8 @@ class Network(RuleBasedStateMachine):
         for node_id, member in self.membership.members.items():
             assert member.incarnation >= self.highest.get(node_id, 0)
             self.highest[node_id] = member.incarnation
+            if is_long_gone(member, self.now_s):  # a restored home counts anew
+                del self.highest[node_id]
 
     @invariant()
     def all_is_bounded_and_in_order(self) -> None:

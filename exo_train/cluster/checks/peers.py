@@ -18,6 +18,7 @@ DOCTOR_THERE = "run `exo-train doctor` on {name}"
 # "mute": it takes connections and says nothing. "foreign": something answered, but not as a
 # member of this cluster.
 DialFailure = Literal["refused", "timed out", "mute", "no route", "foreign"]
+DialOutcome = Literal["connected", "refused", "timed out", "no route"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +26,14 @@ class MemberFacts:
     node_id: str
     name: str
     version: str
-    state: str  # "alive", "suspect", "suspended", "dead", "left"
+    state: str  # "alive", "suspect", "suspended", "dead", "left", "away"
+    hosts: tuple[str, ...] = ()
     is_self: bool = False
     is_unreachable: bool = False  # it can call, not be called
 
     @property
     def is_live(self) -> bool:
-        return self.state not in ("dead", "left")
+        return self.state not in ("dead", "left", "away")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,18 @@ class NotMet:
     failure: DialFailure
     is_expected: bool = True  # it announces itself or was named by --peer: not just switched off
 
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0].strip("[]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotAnnounced:
+    """A member reached by address of which mDNS has told nothing."""
+
+    member: str
+    address: str
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DialBack:
@@ -50,7 +64,7 @@ class DialBack:
 
     member: str
     address: str  # of this device
-    outcome: Literal["connected", "refused", "timed out", "no route"]
+    outcome: DialOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,19 +121,19 @@ def check_not_met(failures: Sequence[NotMet], *, is_running: bool) -> list[Findi
     return found
 
 
-def check_not_announced(failures: Sequence[NotMet], interfaces: Sequence[str]) -> list[Finding]:
-    """Tell of members that are reached by address but never heard by mDNS; `failure` is unused."""
+def check_not_announced(silent: Sequence[NotAnnounced], interfaces: Sequence[str]) -> list[Finding]:
+    """Tell of members that are reached by address but never heard by mDNS."""
     where = ", ".join(interfaces) or "this network"
     return [
         Finding(
             "not announced",
             "note",
-            f"{f.device} is reached at {f.address} but not announced: no mDNS (UDP 5353) of it is "
+            f"{s.member} is reached at {s.address} but not announced: no mDNS (UDP 5353) of it is "
             f"heard on {where}; once its address changes it will be lost",
-            f"{DOCTOR_THERE.format(name=f.device)} and let UDP 5353 through; until then use "
-            f"exo-train join --peer {f.address}",
+            f"{DOCTOR_THERE.format(name=s.member)} and let UDP 5353 through; until then use "
+            f"exo-train join --peer {s.address}",
         )
-        for f in failures
+        for s in silent
     ]
 
 
@@ -215,7 +229,10 @@ def check_duplicates(duplicates: Sequence[Duplicate]) -> list[Finding]:
             f"{whose} ({duplicate.node_id[:SHOWN_ID_CHARS]}) is also used at {at}: the home folder "
             f"of exo-train was copied from one device to another"
         )
-        fix = "on one of the two: exo-train leave; then pair it: exo-train join --code CODE"
+        fix = (
+            "on the copy, end its exo-train join, then: exo-train leave --forget; then pair it "
+            "anew: exo-train join --code CODE"
+        )
         found.append(Finding("identity", "wrong", said, fix, "configuration"))
     return found
 

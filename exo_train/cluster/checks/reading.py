@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -149,15 +149,22 @@ def terminal_name(environment: Mapping[str, str]) -> str:
     return _TERMINALS.get(program, program.removesuffix(".app") or "your terminal program")
 
 
-def read_interfaces() -> list[InterfaceFacts]:
-    """List this device's addresses, and which of them others may dial."""
+def read_interfaces(
+    *,
+    adapters: Sequence[ifaddr.Adapter] | None = None,
+    mtus_bytes: Mapping[str, int] | None = None,
+) -> list[InterfaceFacts]:
+    """List this device's addresses, and which of them others may dial.
+
+    Adapters, and MTUs by the system's names of them, are this device's, unless given.
+    """
     try:
-        addresses = local_addresses()
-        networks = dict(_networks())
+        addresses = local_addresses(adapters=adapters)
+        networks = dict(_networks(ifaddr.get_adapters() if adapters is None else adapters))
     except (OSError, ValueError):
         return []
     usable = {a.host: a for a in usable_addresses(among=addresses)}
-    mtus = _mtu_bytes()
+    mtus_bytes = _mtus_bytes() if mtus_bytes is None else mtus_bytes
     return [
         InterfaceFacts(
             interface=address.interface,
@@ -166,23 +173,22 @@ def read_interfaces() -> list[InterfaceFacts]:
             is_used=address.host in usable,
             reason=usable.get(address.host, address).reason,
             network=networks.get(without_zone(address.host), ""),
-            mtu_bytes=mtus.get(address.interface, 0),
+            mtu_bytes=mtus_bytes.get(address.system_name, 0),
         )
         for address in addresses
     ]
 
 
-def _networks() -> Iterator[tuple[str, str]]:
+def _networks(adapters: Iterable[ifaddr.Adapter]) -> Iterator[tuple[str, str]]:
     """Give (host without zone, its subnet)."""
-    for adapter in ifaddr.get_adapters():
+    for adapter in adapters:
         for entry in adapter.ips:
             host = without_zone(entry.ip if isinstance(entry.ip, str) else entry.ip[0])
             prefix = f"{host}/{entry.network_prefix}"
             yield host, str(ipaddress.ip_network(prefix, strict=False))
 
 
-def _mtu_bytes() -> dict[str, int]:
-    """Give each interface's MTU."""
+def _mtus_bytes() -> dict[str, int]:
     try:
         return {name: stats.mtu for name, stats in psutil.net_if_stats().items()}
     except (OSError, psutil.Error):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import ifaddr
+import psutil
 import pytest
 
-from exo_train.cluster.interface_kinds import linux_kind, macos_kind
+from exo_train.cluster.interface_kinds import linux_kind, macos_kind, windows_kind
 from exo_train.cluster.interfaces import (
     MAX_ZONES,
     ONLY_THIS,
@@ -122,6 +123,41 @@ def test_what_is_down_or_not_ready_waits() -> None:
     assert [a.host for a in usable_addresses(among=found)] == ["10.0.0.7"]
     assert {a.host: a.reason for a in found}["192.168.1.20"] == "it is down"
     assert {a.host: a.reason for a in found}["fe80::2%wlan0"] == "not ready"
+
+
+WINDOWS = [
+    ifaddr.Adapter(
+        "{4D36E972-E325}",
+        "Intel(R) Wi-Fi 6 AX200 160MHz",
+        [ifaddr.IP("192.168.1.20", 24, "WLAN"), ifaddr.IP(("fe80::5", 0, 7), 64, "WLAN")],
+        index=7,
+    ),
+    ifaddr.Adapter(
+        "{4D36E973-E325}",
+        "Realtek PCIe GbE Family Controller",
+        [ifaddr.IP("169.254.8.9", 16, "Ethernet 2")],
+        index=8,
+    ),
+]
+
+
+def test_windows_calls_an_interface_by_two_names_and_both_are_known() -> None:
+    """Where addresses come from it is a description, where "up or down" comes from a short name."""
+    found = local_addresses(
+        adapters=WINDOWS, kinds=windows_kind, waiting={"Ethernet 2": "it is down"}
+    )
+    assert [(a.interface, a.system_name, a.kind, a.reason) for a in found] == [
+        ("Intel(R) Wi-Fi 6 AX200 160MHz", "WLAN", "Wi-Fi", ""),
+        ("Intel(R) Wi-Fi 6 AX200 160MHz", "WLAN", "Wi-Fi", ""),
+        ("Realtek PCIe GbE Family Controller", "Ethernet 2", "Ethernet", "it is down"),
+    ]
+    assert "192.168.1.20" in {a.host for a in usable_addresses(among=found)}
+    assert "169.254.8.9" not in {a.host for a in usable_addresses(among=found)}
+
+
+def test_interfaces_of_this_machine_have_the_names_that_the_system_gives_their_state_by() -> None:
+    states = psutil.net_if_stats()
+    assert {a.system_name for a in local_addresses()} <= states.keys()
 
 
 def test_addresses_that_linux_still_checks_are_known(tmp_path: Path) -> None:

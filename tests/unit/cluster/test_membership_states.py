@@ -261,6 +261,23 @@ def test_a_copied_home_is_told_once_and_takes_nobodys_place() -> None:
     assert not bench.asked_at(place(7))
 
 
+@pytest.mark.parametrize("how", ["goodbye", "silence"])
+def test_who_was_taken_for_a_copy_is_taken_in_once_the_other_is_gone(how: str) -> None:
+    """The copy of a home was ended, or the home restored from a backup: both count from less."""
+    bench = met()
+    bench.hear(Answer(incarnation=9, instance="ninth"))
+    bench.places.pop(place(1))
+    if how == "goodbye":
+        bench.membership.left(MAC, incarnation=9, now_s=bench.now_s)
+        bench.hear(Answer())
+        assert not bench.member().is_live, "this may be an echo yet"
+        bench.run(LEFT_ECHO_S + TICK_S)
+    else:
+        bench.run(DEAD_AFTER_S + LEFT_ECHO_S + 2 * TICK_S)
+    bench.hear(Answer())
+    assert (bench.member().state, bench.member().instance) == (MemberState.ALIVE, "first")
+
+
 def test_an_old_copy_is_told_apart_from_an_echo_by_its_time() -> None:
     bench = met()
     bench.hear(Answer(incarnation=2, instance="second"))

@@ -10,7 +10,14 @@ from zeroconf import DNSOutgoing
 
 from exo_train.cluster.interfaces import LocalAddress
 from exo_train.cluster.mdns_record import SERVICE_TYPE, Announcement
-from exo_train.cluster.multicast import SERVICE_LABEL, is_well_formed, one_per_interface
+from exo_train.cluster.multicast import (
+    MAX_SOCKET_ERRORS,
+    QUIET_S,
+    SERVICE_LABEL,
+    Patience,
+    is_well_formed,
+    one_per_interface,
+)
 
 QUERY = struct.pack("!6H", 0, 0, 1, 0, 0, 0) + SERVICE_LABEL + b"\x05local\x00\x00\x0c\x00\x01"
 
@@ -78,3 +85,20 @@ def test_one_address_per_interface_and_family_sends() -> None:
     )
     assert [a.host for a in found] == ["192.168.1.20", "fe80::5%lan0", "10.0.0.7", "127.0.0.1"]
     assert len(one_per_interface([at(f"e{n}", f"10.0.{n}.1") for n in range(90)])) == 32
+
+
+def test_a_socket_that_only_fails_is_given_up_soon() -> None:
+    patience = Patience()
+    given_up = [patience.is_over(100.0 + n / 10) for n in range(MAX_SOCKET_ERRORS)]
+    assert given_up == [False] * (MAX_SOCKET_ERRORS - 1) + [True]
+
+
+def test_errors_of_a_whole_life_do_not_add_up() -> None:
+    """A cable that is plugged in and out for years."""
+    patience = Patience()
+    for number in range(10 * MAX_SOCKET_ERRORS):
+        assert not patience.is_over(5.0 + QUIET_S * number)
+    working = Patience()
+    for number in range(10 * MAX_SOCKET_ERRORS):
+        assert not working.is_over(5.0 + number)
+        working.worked()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import socket
+import subprocess
+import sys
 
 import grpc
 import pytest
@@ -18,6 +19,7 @@ from exo_train.transport.channel import (
     MIN_PING_INTERVAL_MS,
     _target,
     bind,
+    bind_each,
     new_server,
     open_channel,
 )
@@ -59,16 +61,40 @@ def test_a_proxy_for_the_web_is_ignored(variable: str, monkeypatch: pytest.Monke
     server.stop(0).wait()
 
 
-def test_a_second_server_on_a_port_is_refused_with_its_holder() -> None:
+def test_a_second_server_on_a_port_is_refused_and_does_not_blame_itself() -> None:
     first, second = echo_server(), echo_server()
     port = bind(first, "127.0.0.1")
     first.start()
-    with pytest.raises(PeerError, match=rf"127\.0\.0\.1:{port}: .*port {port}") as caught:
+    with pytest.raises(PeerError, match=rf"127\.0\.0\.1:{port}: port {port} is taken") as caught:
         bind(second, "127.0.0.1", port)
     assert str(port) in str(caught.value).split("look for the holder with")[1]
-    if os.name == "posix" and os.uname().sysname == "Linux":
-        assert f"process {os.getpid()} holds port {port}" in str(caught.value)
     first.stop(0).wait()
+
+
+HOLDER = """
+import socket, sys
+with socket.create_server(("127.0.0.1", 0)) as holder:
+    print(holder.getsockname()[1], flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others may not tell whose a port is")
+def test_the_process_that_holds_a_port_is_named() -> None:
+    command = [sys.executable, "-c", HOLDER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        port = int(holder.stdout.readline())
+        with pytest.raises(PeerError, match=f"process {holder.pid} holds port {port}"):
+            bind(echo_server(), "127.0.0.1", port)
+
+
+def test_hosts_that_cannot_be_bound_are_told_and_the_others_serve() -> None:
+    server = echo_server()
+    port, bound = bind_each(server, ["192.0.2.77", "127.0.0.1"])
+    assert (port > 0, bound) == (True, ("127.0.0.1",))
+    with pytest.raises(PeerError, match=r"Cannot listen on 192\.0\.2\.77"):
+        bind_each(echo_server(), ["192.0.2.77"])
 
 
 def test_a_port_held_by_another_program_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -117,6 +118,35 @@ def test_a_run_is_shown_with_what_each_rank_waits_for_and_until_when() -> None:
     )
     assert "  den (rank 1): loading tensors (since 4 min)" in text
     assert "run" not in drawn(member("studio", "a"))
+
+
+def test_all_runs_are_shown_if_there_are_several() -> None:
+    runs: list[dict[str, Any]] = [
+        {
+            "id": run_id,
+            "ranks": [
+                {"name": name, "rank": 0, "phase": "x", "phase_age_s": 1.0, "phase_left_s": None}
+            ],
+        }
+        for run_id, name in (("cafe", "den"), ("beef", "studio"))
+    ]
+    text = drawn(member("studio", "a"), run=runs[0], runs=runs)
+    for run_id, name in (("cafe", "den"), ("beef", "studio")):
+        assert f"run {run_id}:\n  {name} (rank 0): x" in re.sub(r" +\n", "\n", text)
+    assert text.count("run cafe:") == 1
+
+
+def test_a_member_that_was_never_met_has_a_row_without_numbers_and_the_way_to_remove_it() -> None:
+    unknown = {"backend": "", "device": "", "chip": "", "addresses": []}
+    memory = {"memory_bytes": 0, "free_memory_bytes": 0, "usable_memory_bytes": 0}
+    away = member("bbbbbbbb", "b", state="away", **unknown, **memory)
+    text = drawn(member("studio", "a"), away)
+    rows = [line.split() for line in text.splitlines() if "bbbbbbbb" in line]
+    assert [word for word in rows[0] if word != "│"] == ["bbbbbbbb", "away", "65", "s"]
+    assert "0.0" not in text
+    assert "bbbbbbbb: a member, but not met since this agent started" in text
+    assert "run `exo-train remove bbbbbbbb`" in text
+    assert "not met" not in drawn(member("studio", "a"), member("den", "b", state="dead"))
 
 
 def test_other_clusters_are_counted_only_if_there_are_any() -> None:

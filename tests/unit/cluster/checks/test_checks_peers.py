@@ -13,6 +13,7 @@ from exo_train.cluster.checks.peers import (
     Duplicate,
     LinkLine,
     MemberFacts,
+    NotAnnounced,
     NotMet,
     check_access_point,
     check_clock,
@@ -45,7 +46,7 @@ def not_met(failure: DialFailure, device: str = "den-pc") -> NotMet:
 def test_refused_timed_out_and_not_announced_are_three_sentences() -> None:
     [refused] = check_not_met([not_met("refused")], is_running=True)
     [silent] = check_not_met([not_met("timed out")], is_running=True)
-    [unannounced] = check_not_announced([not_met("timed out")], ["eth0"])
+    [unannounced] = check_not_announced([NotAnnounced(member="den-pc", address=ADDRESS)], ["eth0"])
     sentences = [refused.said, silent.said, unannounced.said]
     assert len(set(sentences)) == 3
     for said in sentences:

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import ifaddr
 import pytest
 
 from exo_train.cluster.checks import reading
@@ -109,3 +110,13 @@ def test_the_loopback_interface_is_listed_and_not_used() -> None:
     assert loopback.reason
     assert loopback.network == "127.0.0.0/8"
     assert loopback.mtu_bytes > 0
+
+
+def test_mtus_are_found_by_the_name_that_the_system_has_for_an_interface() -> None:
+    """Windows: ifaddr describes the card, psutil gives MTUs by the connection's short name."""
+    card = ifaddr.Adapter(
+        "{4D36E972}", "Killer E3100G Controller", [ifaddr.IP("10.0.0.7", 24, "LAN 2")], index=3
+    )
+    [found] = reading.read_interfaces(adapters=[card], mtus_bytes={"LAN 2": 9000})
+    assert found.interface == "Killer E3100G Controller"
+    assert (found.host, found.network, found.mtu_bytes) == ("10.0.0.7", "10.0.0.0/24", 9000)
