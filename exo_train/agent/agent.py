@@ -98,13 +98,7 @@ class Agent:
         """Start all parts; they end in the reverse order, the home's claim last."""
         self.home.check_free()
         stack.callback(self.home.release)
-        self.admissions = Admissions(self.home, self.home.found(), on_removed=self._take_removal)
-        self.node_id = self.admissions.identity.node_id
-        if self.admissions.is_removed(self.node_id):
-            raise ConfigError(
-                "this device was removed from its cluster; pair it anew with `exo-train join "
-                "--code CODE`, or run `exo-train leave` and start a cluster of its own"
-            )
+        self._belong()
         self._incarnation = self.home.next_incarnation()
         self.gate = Gate(self.admissions.admit)
         tls = self.admissions.tls
@@ -135,9 +129,25 @@ class Agent:
         hosts, port = self.device.listen_hosts, self._options.port
         self.device.port, bound = self._serve_control(stack, self._control, hosts, port)
         self._listening = set(bound)
+        self._look_around(stack)
+        self._open_local(stack, token)
+        self._start(stack, self._control, self.survey)
+
+    def _belong(self) -> None:
+        """Take up this home's membership, or found a cluster."""
+        self.admissions = Admissions(self.home, self.home.found(), on_removed=self._take_removal)
+        self.node_id = self.admissions.identity.node_id
+        if self.admissions.is_removed(self.node_id):
+            raise ConfigError(
+                "this device was removed from its cluster; pair it anew with `exo-train join "
+                "--code CODE`, or run `exo-train leave` and start a cluster of its own"
+            )
+
+    def _look_around(self, stack: contextlib.ExitStack) -> None:
+        """Make what looks at links, strangers and mDNS, and what invites."""
         self._survey = Survey(
             self.meeting,
-            tls,
+            self.admissions.tls,
             interface=self._options.interface,
             addresses=self.device.addresses,
             is_running=lambda: self._control is not None and self._control.run_facts() is not None,
@@ -155,8 +165,6 @@ class Agent:
             say=self.say,
         )
         stack.callback(self.invitations.close)
-        self._open_local(stack, token)
-        self._start(stack, self._control, self._survey)
 
     def _serve_control(
         self,

@@ -81,7 +81,10 @@ def examine(agent: Agent) -> Examination:
             for node_id, skew_s in agent.meeting.noticed.skews_s().items()
         },
         "duplicates": _duplicates(agent, heard.copies),
-        "links": [LinkSeen(line=row["line"], trouble=row["trouble"]) for row in status["links"]],
+        "links": [
+            *(LinkSeen(line=row["line"], trouble=row["trouble"]) for row in status["links"]),
+            *_stuck(agent, names),
+        ],
         "refused_calls": {**agent.gate.counts(), **_strangers(agent)},
         "limits": _limits(),
     }
@@ -116,6 +119,13 @@ def _duplicates(agent: Agent, copies: tuple[Address, ...]) -> list[DuplicateSeen
         addresses = [str(address) for address in copies]
         found.append(DuplicateSeen(node_id=agent.node_id, addresses=addresses, is_self=True))
     return found
+
+
+def _stuck(agent: Agent, names: dict[str, str]) -> list[LinkSeen]:
+    return [
+        LinkSeen(line=f"{names.get(node_id, node_id[:8])} at {address}", trouble=why)
+        for (node_id, address), why in agent.survey.stuck().items()
+    ]
 
 
 def _strangers(agent: Agent) -> dict[str, int]:

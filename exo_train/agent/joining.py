@@ -166,7 +166,7 @@ def _heard(interface: str | None, ended: threading.Event, *, is_all: bool) -> It
     try:
         usable = usable_addresses(interface)
         for seen in browse_pairing(usable, timeout_s=SEARCH_S, stop=ended):
-            yield from seen.addresses
+            yield from all_dialable(seen.addresses)
     except (ConfigError, PeerError):
         if is_all:
             raise

@@ -14,7 +14,7 @@ import grpc
 
 from exo_train.agent.local_client import ERROR_METADATA
 from exo_train.agent.protocol import TOKEN_METADATA
-from exo_train.errors import ExoTrainError, error_class
+from exo_train.errors import ExoTrainError
 from exo_train.models.open import open_model
 from exo_train.peer import Address
 from exo_train.train.messages import to_endpoints
@@ -114,6 +114,7 @@ class LocalService(LocalServicer):
 
 def _refuse(context: grpc.ServicerContext, error: ExoTrainError) -> NoReturn:
     """End the call with the sentence and its kind, which decides the command's exit code."""
-    kinds = (kind for kind in type(error).__mro__ if error_class(kind.__name__) is kind)
+    # The class that a command can know: those of other modules may not be loaded there.
+    kinds = (kind for kind in type(error).__mro__ if kind.__module__ == ExoTrainError.__module__)
     context.set_trailing_metadata(((ERROR_METADATA, next(kinds).__name__),))
     context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))

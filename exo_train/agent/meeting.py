@@ -146,7 +146,7 @@ class Meeting:
     def seen(self, seen: Seen) -> None:
         """Take in what mDNS heard."""
         if seen.cluster == self.cluster:
-            for address in seen.addresses:
+            for address in all_dialable(seen.addresses):
                 self.suggest(address, seen.node_id)
 
     def live(self) -> list[Member]:

@@ -157,6 +157,7 @@ class _Session:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._has_complained = False
+        self._pool = ThreadPoolExecutor(max_workers=MAX_CALLS, thread_name_prefix="pairing")
         self._server = self._new_server()
         self.port = bind_all(self._server, hosts)
         self._server.start()
@@ -185,6 +186,7 @@ class _Session:
             why = self._invitation.closed(self._clock())
         assert why is not None
         self._server.stop(CLOSE_GRACE_S).wait()
+        self._pool.shutdown(wait=False)  # gRPC leaves its threads to the garbage collector
         self._on_closed(why)
 
     def _new_server(self) -> grpc.Server:
@@ -197,7 +199,7 @@ class _Session:
             self._greet, response_serializer=handshake_pb2.Greeting.SerializeToString
         )
         return grpc.server(
-            ThreadPoolExecutor(max_workers=MAX_CALLS, thread_name_prefix="pairing"),
+            self._pool,
             handlers=[
                 grpc.method_handlers_generic_handler(PAIRING_SERVICE, {"Pair": pair}),
                 grpc.method_handlers_generic_handler(HANDSHAKE_SERVICE, {"Greet": greet}),

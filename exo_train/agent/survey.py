@@ -37,6 +37,7 @@ Outcome = Literal["connected", "refused", "timed out", "no route"]
 LOOK_S = 1.0
 REACH_TIMEOUT_S = 0.7
 DIAL_BACK_AGAIN_S = 60.0
+MAX_STUCK = 64
 MAX_ASKED = 3  # members that dial back; one may be behind a bad cable itself
 OUTCOMES: dict[pb.DialOutcome, Outcome] = {
     pb.CONNECTED: "connected",
@@ -46,6 +47,10 @@ OUTCOMES: dict[pb.DialOutcome, Outcome] = {
 }
 
 log = logging.getLogger(__name__)
+
+
+class NothingThereError(PeerError):
+    """Not even a connection is taken there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +83,7 @@ class Survey:
         self._say = say
         self._table = LinkTable(tls.identity.node_id)
         self._followed: set[NodeId] = set()
+        self._stuck: dict[tuple[NodeId, Address], str] = {}
         self._dial_backs: tuple[DialBack, ...] = ()
         self._asked: tuple[object, ...] = ()
         self._ask_again_s = 0.0
@@ -135,6 +141,7 @@ class Survey:
         for node_id in self._followed - live:
             with self._lock:
                 self._table.forget(node_id)
+            self._stuck = {key: why for key, why in self._stuck.items() if key[0] != node_id}
         self._followed = live
         for member in members:
             node_id = member.facts.node_id
@@ -169,10 +176,12 @@ class Survey:
             is_busy = True
         except PeerError as error:
             log.debug("the way to %s by %s: %s", peer_id[:8], way.address, error)
+            self._note_stuck(peer_id, way, error)
         finally:
             now_s = time.monotonic()
             with self._lock:
                 if found is not None:
+                    self._stuck.pop((peer_id, way.address), None)
                     facts = way.facts(peer_id, **dataclasses.asdict(found))
                     self._table.measured(peer_id, way, facts, now_s=now_s)
                 elif is_busy:
@@ -180,10 +189,25 @@ class Survey:
                 else:
                     self._table.failed(peer_id, way, now_s=now_s)
 
+    def _note_stuck(self, peer_id: NodeId, way: Way, error: PeerError) -> None:
+        """Keep that a way connects and carries nothing: large packets may be lost on it."""
+        if isinstance(error, NothingThereError) or len(self._stuck) >= MAX_STUCK:
+            self._stuck.pop((peer_id, way.address), None)
+            return
+        self._stuck[peer_id, way.address] = (
+            f"{way.address} ({way.kind} {way.interface}) takes connections, but nothing passes: "
+            f"often an MTU on the way that is smaller than the devices' own, which loses full-size "
+            f"packets; set the same MTU on both ends and the switch between"
+        )
+
+    def stuck(self) -> dict[tuple[NodeId, Address], str]:
+        """Give the ways that connect and carry nothing, with a sentence for each."""
+        return dict(self._stuck)
+
     def _measured(self, peer_id: NodeId, way: Way) -> Measurement:
         # Most ways that lead nowhere (a link-local address in another zone) show it at once.
         if reach(way.address, timeout_s=REACH_TIMEOUT_S) is not Reach.CONNECTED:
-            raise PeerError("nothing answers there")
+            raise NothingThereError("nothing answers there")
         tls = self._tls.to(peer_id)
         return measure(way.address, credentials=tls.credentials, tls_name=tls.name)
 

@@ -58,17 +58,17 @@ class Patience:
     """
 
     def __init__(self) -> None:
-        self._num_errors = 0
+        self.num_errors = 0
         self._last_s = 0.0
 
     def worked(self) -> None:
-        self._num_errors = 0
+        self.num_errors = 0
 
     def is_over(self, now_s: float) -> bool:
         """Take in one more error; tells whether that was one too many."""
-        self._num_errors = 1 if now_s - self._last_s >= QUIET_S else self._num_errors + 1
+        self.num_errors = 1 if now_s - self._last_s >= QUIET_S else self.num_errors + 1
         self._last_s = now_s
-        return self._num_errors >= MAX_SOCKET_ERRORS
+        return self.num_errors >= MAX_SOCKET_ERRORS
 
 
 class MulticastEar:

@@ -75,7 +75,9 @@ class Here:
         return self.agent.node_id
 
     def states(self) -> dict[str, str]:
-        return {m["name"]: m["state"] for m in self.agent.status()["members"]}
+        """Give the state of each member that was met, by name."""
+        members = self.agent.status()["members"]
+        return {m["name"]: m["state"] for m in members if m["state"] != "away"}
 
     def row(self, name: str) -> dict[str, Any]:
         """Give what its status says of a member."""

@@ -73,7 +73,9 @@ class Here:
         return self.agent._weights.addresses[0].port
 
     def states(self) -> dict[str, str]:
-        return {m["name"]: m["state"] for m in self.agent.status()["members"]}
+        """Give the state of each member that was met, by name."""
+        members = self.agent.status()["members"]
+        return {m["name"]: m["state"] for m in members if m["state"] != "away"}
 
     def counts(self) -> dict[str, int]:
         return self.agent.gate.counts()

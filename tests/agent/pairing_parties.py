@@ -17,7 +17,13 @@ import grpc
 from exo_train.agent.pairing import Paired, pair
 from exo_train.agent.pairing_desk import PairingDesk
 from exo_train.agent.protocol import PROTOCOL_VERSION, greeting
-from exo_train.cluster.pairing import Closed, Code, InviterExchange, JoinerExchange
+from exo_train.cluster.pairing import (
+    REFUSED_NUMBER,
+    Closed,
+    Code,
+    InviterExchange,
+    JoinerExchange,
+)
 from exo_train.cluster.roster import Roster
 from exo_train.cluster.steady_clock import steady_s
 from exo_train.errors import ExoTrainError, PeerError
@@ -93,16 +99,28 @@ def try_to_pair(candidates: Iterable[Address], code: Code = CODE) -> Paired | st
         return str(error)
 
 
+def is_open(address: Address) -> bool:
+    with suppress(OSError), socket.create_connection((address.host, address.port), 2):
+        return True
+    return False
+
+
 def some_key() -> bytes:
     return public_key_of(new_key())
 
 
-def impostor(proofs: list[bytes]) -> tuple[grpc.Server, Address]:
-    """Start a pairing port that pretends to have a code with any number, and keeps what it gets."""
+def impostor(proofs: list[bytes], number: int = CODE.number) -> tuple[grpc.Server, Address]:
+    """Start a pairing port that pretends to have the code, and keeps what it gets.
+
+    Other numbers it leaves alone: tests beside this one may hear of it.
+    """
 
     def pretend(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         first = pb.JoinerMessage.FromString(next(requests))
-        guess = Code(number=first.number, words=WRONG.words)
+        if first.number != number:
+            yield pb.InviterMessage(refusal=REFUSED_NUMBER).SerializeToString()
+            return
+        guess = Code(number=number, words=WRONG.words)
         exchange = InviterExchange(guess, protocol=PROTOCOL_VERSION)
         yield pb.InviterMessage(spake=exchange.answer(first.spake)).SerializeToString()
         proofs.append(next(requests))

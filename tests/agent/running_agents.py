@@ -130,11 +130,12 @@ class RunningAgent:
             return client.status()
 
     def states(self) -> dict[str, str]:
-        """Give the state of each member by name; nothing while the agent does not answer."""
+        """Give the state of each member that was met; nothing while the agent does not answer."""
         try:
-            return {m["name"]: m["state"] for m in self.status()["members"]}
+            members = self.status()["members"]
         except PeerError:
             return {}
+        return {m["name"]: m["state"] for m in members if m["state"] != "away"}
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send the signal and give the exit code; a signalled end must come within 5 s."""

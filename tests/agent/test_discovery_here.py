@@ -19,13 +19,13 @@ from tests.agent.running_agents import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs multicast on loopback")
 
-ERROR = b"refused"
+OWN_ID = "ab" * 16
 
 
 @pytest.fixture
 def discovery() -> Iterator[Discovery]:
     opened = Discovery(
-        NodeId("ab" * 16),
+        NodeId(OWN_ID),
         cluster="c0ffee",
         protocol=7,
         port=5000,
@@ -72,26 +72,20 @@ def heard_by(ear: MulticastEar) -> Iterator[tuple[socket.socket, socket.socket]]
 
 def test_a_socket_that_fails_now_and_then_is_listened_to_for_ever() -> None:
     """A datagram to a closed port comes back as an error, as one from an interface that is down."""
-    ear = MulticastEar([], own_id="ab" * 16)
+    ear = MulticastEar([], own_id=OWN_ID)
     with contextlib.closing(ear), heard_by(ear) as (heard, other):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as closed:
             closed.bind(("127.0.0.1", 0))
             nobody = closed.getsockname()
 
-        def fail() -> None:
+        for number in range(1, 2 * MAX_SOCKET_ERRORS):
             heard.connect(nobody)
-            with contextlib.suppress(OSError):
-                heard.send(b"x")
-
-        def hear(number: int) -> None:
+            heard.send(b"x")
+            wait_until(lambda: ear._patience[heard].num_errors > 0, 5.0, lambda: "no error came")
             heard.connect(other.getsockname())
-            other.sendto(b"x", heard.getsockname())
+            other.sendto(OWN_ID.encode(), heard.getsockname())
             wait_until(
-                lambda: ear.counts()["lo"].exo_train_heard + ear._num_heard("lo") >= number,
+                lambda number=number: ear.counts()["lo"].sent == number,
                 5.0,
-                lambda: f"packet {number} was not heard",
+                lambda number=number: f"after {number} errors nothing is heard",
             )
-
-        for number in range(1, 3 * MAX_SOCKET_ERRORS):
-            fail()
-            hear(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import exo_train
 from exo_train.agent.diagnosis import Facts, ask_agent, run_checks
 from exo_train.agent.examination import EXAMINATION_SCHEMA, Examination, read_examination
+from exo_train.agent.examining import examine
 from exo_train.cluster.checks.finding import Finding, exit_code
 from exo_train.cluster.checks.machine import DiskFacts, MemoryFacts, OpenFilesFacts
 from exo_train.cluster.checks.network import InterfaceFacts, MulticastFacts
@@ -24,6 +26,9 @@ from exo_train.transport.channel import bind, new_server
 from exo_train.transport.reach import Reach
 from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb.control_pb2_grpc import LocalServicer, add_LocalServicer_to_server
+from tests.agent.agents_here import ByHand
+from tests.agent.conftest import Join
+from tests.agent.running_agents import wait_until
 
 GB = 10**9
 STUDIO, DEN, LAPTOP = "a" * 32, "b" * 32, "c" * 32
@@ -258,6 +263,45 @@ def test_multicast_that_is_dropped_comes_with_the_firewalls_command() -> None:
     assert "den-pc" in found[0].said
     assert found[0].fix.splitlines()[0] == "sudo ufw allow from 192.168.1.0/24"
     assert wrong(run_checks(facts(alone(multicast=silent)))) == [], "nobody is there to be heard"
+
+
+def test_a_device_that_came_back_under_a_new_id_is_met_by_the_name_of_the_old() -> None:
+    silent = {"wlan0": {"sent": 9, "heard": 0, "exo_train_heard": 0, "malformed": 0}}
+    rows = [
+        row(STUDIO, "studio"),
+        row(DEN, "den-pc"),
+        row(LAPTOP, "den-pc", state="away", addresses=[]),
+    ]
+    status = {"self": STUDIO, "members": rows}
+    found = run_checks(facts(examination(status=status, multicast=silent)))
+    assert wrong(found) == ["multicast"]
+    assert "den-pc can be reached by address" in found[0].said
+    assert "met: den-pc" in {finding.said for finding in found}
+
+
+def test_a_member_that_was_never_met_is_no_trouble() -> None:
+    unknown = row(LAPTOP, "cccccccc", state="away", version="", addresses=[], unreachable=False)
+    rows = [row(STUDIO, "studio"), row(DEN, "den-pc"), unknown]
+    found = run_checks(facts(examination(status={"self": STUDIO, "members": rows})))
+    assert {finding.verdict for finding in found} == {"ok"}
+    assert not [finding for finding in found if "cccccccc" in finding.said]
+
+
+@pytest.mark.xdist_group("agents-here")
+def test_who_was_removed_is_not_missed(join: Join, tmp_path: Path) -> None:
+    here = join("here")
+    guest = ByHand.invited_by(here, tmp_path / "guest").identity.node_id
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+
+    def missed() -> list[str]:
+        told = examine(here.agent)["seen_but_not_met"]
+        return [one["address"] for one in told if one["node_id"] == guest]
+
+    here.agent.meeting.suggest(Address("127.0.0.1", port), guest, is_lasting=True)
+    wait_until(lambda: missed() == [f"127.0.0.1:{port}"], 10.0, lambda: str(missed()))
+    here.agent.admissions.remove(guest)
+    assert missed() == []
 
 
 def test_remembered_devices_are_dialled_while_no_agent_runs() -> None:

@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from exo_train.cluster.checks.finding import Finding, exit_code
+from exo_train.cluster.home import Home, RememberedPeer
+from exo_train.peer import Address
+from tests.paired_homes import admit
 
 pytestmark = [
     pytest.mark.processes,
@@ -74,15 +77,54 @@ def test_the_process_without_a_network_exits_3_and_says_so(tmp_path: Path) -> No
     assert first.endswith("at which others can reach this device"), "lines are not wrapped"
 
 
-def test_a_damaged_home_is_told_without_a_traceback(tmp_path: Path) -> None:
-    (tmp_path / "cluster.json").write_text("{}")
+@pytest.mark.parametrize("name", ["cluster.json", "roster.json"])
+def test_a_damaged_home_is_told_without_a_traceback(tmp_path: Path, name: str) -> None:
+    Home(tmp_path).found()
+    (tmp_path / name).write_text("{}")
     done = run_alone(LAN, tmp_path, "--json")
-    rows = json.loads(done.stdout)["findings"]
-    [identity] = [row for row in rows if row["check"] == "identity"]
-    assert identity["verdict"] == "wrong"
-    assert "cluster.json" in identity["said"]
+    content = json.loads(done.stdout)
+    by_check = {row["check"]: row for row in content["findings"]}
+    assert by_check["identity"]["verdict"] == "wrong"
+    assert f"{name} is damaged" in by_check["identity"]["said"]
+    assert by_check["identity"]["fix"].startswith("pair this device anew: exo-train leave")
+    assert by_check["agent"]["fix"] == "", "join would be refused"
     assert done.returncode == 2, done.stdout
+    assert content["ok"] is False
     assert "Traceback" not in done.stderr
+
+
+def test_a_device_that_was_removed_is_told_so(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    identity = home.found()
+    roster = home.roster(identity)
+    roster.remove(identity.node_id, by=identity.node_id)
+    home.save_roster(roster)
+    done = run_alone(LAN, tmp_path, "--json")
+    by_check = {row["check"]: row for row in json.loads(done.stdout)["findings"]}
+    assert by_check["identity"]["said"].startswith("this device was removed from its cluster")
+    assert "exo-train join --code CODE" in by_check["identity"]["fix"]
+    assert done.returncode == 2, done.stdout
+
+
+def test_members_met_earlier_are_dialled_and_removed_ones_are_not(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    home.found()
+    met = []
+    for name in ("kept", "removed"):
+        node_id = admit(Home(tmp_path / name), home).node_id
+        address = Address("127.0.0.1", 9)
+        met.append(RememberedPeer(node_id=node_id, name=name, addresses=(address,)))
+    home.remember_peers(met)
+    identity = home.paired_identity()
+    roster = home.roster(identity)
+    roster.remove(met[1].node_id, by=identity.node_id)
+    home.save_roster(roster)
+    done = run_alone(LAN, home.path, "--json")
+    said = [row["said"] for row in json.loads(done.stdout)["findings"]]
+    assert [text.partition(" at ")[0] for text in said if "refuses connections" in text] == [
+        "kept refuses connections"
+    ]
+    assert not [text for text in said if text.startswith("removed")]
 
 
 def test_a_home_on_a_read_only_disk_is_told(tmp_path: Path) -> None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pairing_parties import Wire, impostor
 
 from exo_train.agent.joining import become_member, check_unattached
+from exo_train.agent.protocol import PROTOCOL_VERSION
+from exo_train.cluster.discovery import Discovery
 from exo_train.cluster.home import Home, RememberedPeer
+from exo_train.cluster.interfaces import usable_addresses
+from exo_train.cluster.pairing import Code
 from exo_train.errors import ConfigError, PeerError
 from exo_train.peer import Address, NodeId
 from tests.agent.agents_here import LOOPBACK, Here, wait_all_alive
@@ -34,6 +42,7 @@ main()
 """
 SHOWN_CODE = re.compile(r"exo-train join --code (\d+-[a-z]+-[a-z]+)\n")
 SHOWN_PEER = re.compile(r"add --peer (\S+)\)")
+STOPPED_WITHIN_S = 2.0  # 0.2 to 0.7 s, measured; a busy machine takes longer
 Start = Callable[..., RunningAgent]
 
 
@@ -262,6 +271,90 @@ def test_a_damaged_home_is_not_joined_over(join: Join, command: Command, tmp_pat
         assert "cluster.json is damaged" in done.err
         assert "`exo-train leave`" in done.err
     assert (mine.path / "cluster.json").read_text("utf-8") == "{"
+
+
+@pytest.mark.parametrize("where", ["the network", "a silent port", "its input"])
+def test_a_stop_while_it_looks_ends_it_at_once_and_changes_nothing(
+    tmp_path: Path, where: str
+) -> None:
+    """Whether Ctrl-C comes, or whoever started it with --tied goes."""
+    agent = RunningAgent("new", tmp_path, "", ("--interface", loopback_interface()))
+    agent.home.found()
+    before = contents(agent.home)
+    typed = ["join", *agent.options, "--code", "7-maple-tiger", "--tied"]
+    with socket.create_server((LOOPBACK, 0)) as silent:
+        if where == "a silent port":
+            typed += ["--peer", f"{LOOPBACK}:{silent.getsockname()[1]}"]
+        process = subprocess.Popen(
+            agent.command(*typed),
+            env=agent.environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert "looking for" in process.stdout.readline()
+        time.sleep(0.7)
+        started_s = time.monotonic()
+        if where == "its input":
+            process.stdin.close()
+        else:
+            process.send_signal(signal.SIGINT)
+        code = process.wait(10)
+        took_s = time.monotonic() - started_s
+        errors = process.stderr.read() if process.stderr else ""
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+    assert code == 130
+    assert errors == (
+        "exo-train: stopped before this device was paired; nothing was changed here\n"
+    )
+    assert took_s < STOPPED_WITHIN_S
+    assert contents(agent.home) == before
+
+
+def test_with_an_address_typed_nobody_else_gets_the_proof(join: Join, tmp_path: Path) -> None:
+    """An impostor is announced on the same network, and would answer sooner."""
+    here, proofs = join("here"), list[bytes]()
+    code = here.agent.invite().code
+    server, pretender = impostor(proofs, Code.parse(code).number)
+    relay = Wire(Address(LOOPBACK, here.agent.invitations._desk.port or 1), delay_s=2.0)
+    false = Discovery(
+        NodeId("f" * 32),
+        cluster="0" * 32,
+        protocol=PROTOCOL_VERSION,
+        port=pretender.port,
+        addresses=usable_addresses(loopback_interface()),
+        on_seen=lambda seen: None,
+    )
+    try:
+        false.announce_pairing("e" * 32, pretender.port)
+        home = Home(tmp_path / "new")
+        become_member(
+            home,
+            code,
+            peers=[relay.address],
+            interface=loopback_interface(),
+            say=lambda text: None,
+        )
+        assert home.paired_identity().cluster == here.agent.admissions.identity.cluster
+        assert proofs == []
+        with pytest.raises(PeerError, match="pretend to be that device"):
+            become_member(
+                Home(tmp_path / "victim"),
+                code,
+                peers=(),
+                interface=loopback_interface(),
+                say=lambda text: None,
+            )
+        assert len(proofs) == 1, "it was there to be found"
+    finally:
+        false.close()
+        relay.close()
+        server.stop(None).wait()
 
 
 def test_nobody_who_invites_is_an_error_with_the_way_out(tmp_path: Path) -> None:

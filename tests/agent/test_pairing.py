@@ -21,6 +21,7 @@ from pairing_parties import (
     Cluster,
     Wire,
     impostor,
+    is_open,
     serve,
     some_key,
     try_to_pair,
@@ -53,12 +54,6 @@ def cluster() -> Iterator[Cluster]:
 def stack() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as opened:
         yield opened
-
-
-def is_open(address: Address) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), 2):
-        return True
-    return False
 
 
 def test_the_right_code_makes_a_member(cluster: Cluster) -> None:
@@ -178,14 +173,21 @@ def test_a_code_ages_while_the_machine_sleeps(stack: contextlib.ExitStack) -> No
     address = cluster.invite()
     now_s = 599.0
     assert cluster.desk.addresses == (address,)
-    with ByHand(address) as hand:
-        exchange = hand.begin(CODE)
-        now_s = 601.0
-        assert cluster.desk.addresses == ()
-        reply = hand.prove(exchange, some_key())
-        assert reply is None or reply.refusal == "closed"
+    now_s = 601.0
+    assert cluster.desk.addresses == ()
     assert cluster.closed.get(timeout=3.0) is Closed.EXPIRED
     assert not is_open(address)
+
+
+def test_a_proof_that_wakes_a_machine_up_comes_too_late(stack: contextlib.ExitStack) -> None:
+    now_s = 0.0
+    cluster = Cluster(clock=lambda: now_s)
+    stack.callback(cluster.desk.close)
+    with ByHand(cluster.invite()) as hand:
+        exchange = hand.begin(CODE)
+        now_s = 601.0
+        reply = hand.prove(exchange, some_key())
+    assert reply is None or reply.refusal == "closed"
     assert cluster.joined == ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import queue
 import socket
 import threading
@@ -35,6 +36,7 @@ from exo_train.wire.pb import control_pb2, data_pb2, handshake_pb2
 from exo_train.wire.pb import pairing_pb2 as pb
 
 SOON_S = 5.0
+RST_STREAM = b"\x00\x00\x04\x03\x00\x00\x00\x00\x01"  # of stream 1; RFC 9113, 6.4
 
 
 @pytest.fixture
@@ -242,13 +244,13 @@ def test_greetings_that_say_nothing_do_not_keep_a_device_out(cluster: Cluster) -
         for _ in range(2 * pairing_desk.MAX_CALLS):
             channel = opened.enter_context(contextlib.closing(open_channel(address)))
             greet = channel.stream_unary("/exo_train.wire.Handshake/Greet")
-            greet.future(iter(silence.get, None))
+            opened.callback(greet.future(iter(silence.get, None)).cancel)
             opened.callback(silence.put, None)
         time.sleep(0.5)
         assert isinstance(try_to_pair([address]), Paired)
 
 
-def test_greetings_that_nobody_hears_do_not_keep_a_device_out(cluster: Cluster) -> None:
+def test_greetings_that_nobody_hears_do_not_heap_up(cluster: Cluster) -> None:
     """HTTP/2 that allows its server to send nothing: the answers stay where they are."""
     address = cluster.invite()
     fields = {
@@ -273,11 +275,16 @@ def test_greetings_that_nobody_hears_do_not_keep_a_device_out(cluster: Cluster) 
         + b"\x00\x00\x05\x00\x01\x00\x00\x00\x01"
         + bytes(5)  # an empty message, the last
     )
+    first: socket.socket | None = None
     with contextlib.ExitStack() as opened:
         for _ in range(2 * pairing_desk.MAX_CALLS):
-            one = opened.enter_context(socket.create_connection((LOOPBACK, address.port)))
+            one = opened.enter_context(socket.create_connection((LOOPBACK, address.port), 5))
             one.sendall(said)
-        time.sleep(0.5)
+            first = one if first is None else first
+        assert first is not None
+        heard = b""
+        while RST_STREAM not in heard:  # it was cut off to make room for the others
+            heard += first.recv(4096)
         assert isinstance(try_to_pair([address]), Paired)
 
 
@@ -301,9 +308,11 @@ def test_strangers_on_the_port_do_not_keep_a_device_out(cluster: Cluster) -> Non
         assert isinstance(try_to_pair([address]), Paired)
 
 
-def test_invitations_leave_nothing_open(cluster: Cluster) -> None:
+def test_invitations_leave_nothing_open(cluster: Cluster, stack: contextlib.ExitStack) -> None:
     process = psutil.Process()
     counts = []
+    stack.callback(gc.enable)
+    gc.disable()  # it would hide threads that nobody has ended
     for _ in range(3):
         for _ in range(5):
             pair([cluster.invite()], CODE)

@@ -1,0 +1,314 @@
+"""The profile of a block: its times add up to real stages, its bytes to the planner's formula.
+
+Times are of the processor, not of the wall: other work on the machine must not fail a test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from exo_train.backends.base import StageOptions
+from exo_train.config import LoraConfig
+from exo_train.errors import ConfigError
+from exo_train.models.decode import decode
+from exo_train.models.spec import ModelSpec
+from exo_train.plan.block_times import BlockTimes
+from exo_train.plan.memory import ModelShape, pseudo_layer_costs
+from exo_train.plan.stages import StageSpec
+from exo_train.train.profiling import LayerFit, StageMeasure, StageTimer, end_times, profile
+from exo_train.train.random_tensors import RandomTensors
+from exo_train.wire.tensor import DType
+from tests.tiny_models import tiny_config
+
+SEQUENCE = 128
+ATTEMPTS = 7  # a shared cache and a changing clock rate disturb processor time too
+each_backend = pytest.mark.parametrize("backend", ["torch", "mlx"])
+
+
+def model(**changed: Any) -> ModelSpec:
+    sizes = {
+        "num_layers": 12,
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_heads": 6,
+        "num_kv_heads": 3,
+        "vocab_size": 2048,
+    }
+    return ModelSpec.from_config(tiny_config(**{**sizes, **changed}), place="the test's model")
+
+
+def profiled(backend: str, spec: ModelSpec | None = None, **changed: Any) -> BlockTimes:
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "compute_dtype": DType.FP32,
+        "lora": LoraConfig(),
+        "microbatch_size": 1,
+        "sequence": SEQUENCE,
+        "checkpoint_activations": False,
+        "with_ends": False,
+        "budget_s": 0.8,
+        "clock": time.process_time,
+    }
+    return profile(spec or model(), backend=backend, **{**settings, **changed})
+
+
+def ticking() -> Callable[[], float]:
+    """Give a clock that shows 1 ms more at each look: for what is not about time."""
+    looks = itertools.count()
+    return lambda: next(looks) / 1000
+
+
+def measured_s(backend: str, stage: StageSpec, *, repetitions: int = 7) -> float:
+    """Give forward plus backward of a real stage: the median, as the profile does."""
+    timer = StageTimer(
+        model(),
+        backend=backend,
+        device="cpu",
+        lora=LoraConfig(),
+        options=StageOptions(seed=0, compute_dtype=DType.FP32, wire_dtype=DType.FP32),
+        microbatch_size=1,
+        sequence=SEQUENCE,
+        clock=time.process_time,
+    )
+    loaded = timer.load(stage)
+    timer.step_times(loaded, stage)
+    return statistics.median(sum(timer.step_times(loaded, stage)[:2]) for _ in range(repetitions))
+
+
+@each_backend
+def test_real_stages_take_what_the_profile_says(backend: str) -> None:
+    stages = [
+        StageSpec(start=0, end=1, embedding=False, head=False),
+        StageSpec(start=4, end=8, embedding=False, head=False),
+        StageSpec(start=8, end=12, embedding=False, head=True),
+        StageSpec(start=0, end=12, embedding=True, head=True),
+    ]
+    errors: list[list[float]] = []
+    for _ in range(ATTEMPTS):
+        times = profiled(backend, with_ends=True)
+        predicted = [
+            times.stage_s(stage.num_layers, embedding=stage.embedding, head=stage.head)
+            for stage in stages
+        ]
+        errors.append(
+            [
+                predicted_s / measured_s(backend, stage) - 1
+                for predicted_s, stage in zip(predicted, stages, strict=True)
+            ]
+        )
+        if np.abs(np.median(errors, axis=0)).max() < 0.15:
+            return
+    pytest.fail(f"predicted against measured, in each attempt: {np.round(errors, 2).tolist()}")
+
+
+@each_backend
+def test_checkpointing_costs_one_forward_in_the_backward(backend: str) -> None:
+    ratios = []
+    for _ in range(ATTEMPTS):
+        plain, recomputed = profiled(backend), profiled(backend, checkpoint_activations=True)
+        more_s = recomputed.layer_backward_s / recomputed.slowdown
+        more_s -= plain.layer_backward_s / plain.slowdown
+        ratios.append(more_s / (plain.layer_forward_s / plain.slowdown))
+        if 0.6 < ratios[-1] < 1.4:
+            return
+    pytest.fail(f"forwards that checkpointing adds to a backward: {ratios}")
+
+
+@each_backend
+def test_a_head_of_four_times_the_words_takes_four_times_as_long(backend: str) -> None:
+    ratios = []
+    for _ in range(ATTEMPTS):
+        heads_s = []
+        for vocab_size in (4096, 16384):
+            times = profiled(backend, model(vocab_size=vocab_size), sequence=64, with_ends=True)
+            assert times.ends is not None
+            heads_s.append(times.ends.head_s / times.slowdown)
+        ratios.append(heads_s[1] / heads_s[0])
+        if 3 < ratios[-1] < 5.5:
+            return
+    pytest.fail(f"time of a head of 16384 words over one of 4096: {ratios}")
+
+
+def test_layers_under_the_head_cost_mlx_one_forward_less() -> None:
+    """PyTorch keeps the graph, so its layers cost the same everywhere."""
+    for backend, saves in (("torch", False), ("mlx", True)):
+        times = profiled(backend, with_ends=True, sequence=64)
+        assert times.ends is not None
+        less_s = times.layer_forward_s if saves else 0.0
+        assert times.ends.head_layer_s == pytest.approx(times.layer_s - less_s)
+
+
+def test_bytes_in_flight_are_those_of_the_planner() -> None:
+    spec = model(hidden_size=384, intermediate_size=1024)
+    shape = ModelShape(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        vocab_size=spec.vocab_size,
+        tied_embeddings=True,
+    )
+    for checkpoint in (False, True):
+        times = profiled(
+            "torch",
+            spec,
+            sequence=512,
+            checkpoint_activations=checkpoint,
+            budget_s=0.05,
+            clock=ticking(),
+        )
+        assert times.memory is not None
+        planned_bytes = pseudo_layer_costs(
+            shape,
+            weight_bytes_per_param=4,
+            lora_rank=8,
+            targets=LoraConfig().targets,
+            microbatch_tokens=512,
+            activation_bytes=4,
+            checkpoint_activations=checkpoint,
+        )[1].per_microbatch_bytes
+        # Resident memory comes in pages, and the allocator rounds.
+        allowed_bytes = max(0.1 * planned_bytes, 600_000)
+        got_bytes = times.memory.layer_in_flight_bytes
+        assert got_bytes == pytest.approx(planned_bytes, abs=allowed_bytes), checkpoint
+
+
+def test_mlx_keeps_nothing_of_a_layer_in_flight_but_computes_all_layers_at_once() -> None:
+    times = profiled("mlx", with_ends=True, budget_s=0.05, clock=ticking())
+    assert times.memory is not None
+    assert times.ends is not None
+    assert times.memory.layer_in_flight_bytes == 0
+    # Gate, up and their product, at least.
+    assert times.memory.layer_workspace_bytes > 3 * SEQUENCE * 512 * 4
+    # Logits in fp32 and their gradient.
+    assert times.ends.head_workspace_bytes > 2 * SEQUENCE * 2048 * 4
+
+
+@each_backend
+def test_without_time_two_calls_are_believed(backend: str) -> None:
+    times = profiled(backend, with_ends=True, budget_s=0.0)
+    assert times.num_repetitions == 2
+    assert times.layer_s > 0
+    assert times.overhead_s == 0
+    assert times.memory is None
+    assert times.ends is not None
+    assert times.ends.head_s > 0
+    assert not times.is_steady
+
+
+def test_more_time_gives_more_calls() -> None:
+    few, many, most = (
+        profiled("torch", sequence=16, budget_s=budget_s, clock=ticking())
+        for budget_s in (0.05, 0.5, 60.0)
+    )
+    assert few.num_repetitions == 3
+    assert 3 < many.num_repetitions < 50
+    assert most.num_repetitions == 201
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+@each_backend
+def test_any_model_can_be_profiled_even_of_one_layer(backend: str, architecture: str) -> None:
+    for num_layers in (1, 500):
+        spec = model(
+            architecture=architecture,
+            num_layers=num_layers,
+            hidden_size=48,
+            intermediate_size=64,
+            vocab_size=320,
+            tied=num_layers == 1,
+        )
+        times = profiled(backend, spec, sequence=16, with_ends=True, budget_s=0.1)
+        assert times.layer_forward_s > 0
+        assert times.layer_backward_s > 0
+        assert times.ends is not None
+
+
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16])
+@each_backend
+def test_sixteen_bits_halve_what_is_in_the_air(backend: str, dtype: DType) -> None:
+    times = profiled(backend, compute_dtype=dtype, sequence=64, budget_s=0.3)
+    assert times.layer_s > 0
+    source = RandomTensors(model(), dtype)
+    name = "model.layers.7.mlp.up_proj.weight"
+    weight = decode(source.infos[name], source.read(name))
+    values = weight.to_numpy().astype(np.float32)
+    assert weight.dtype is dtype
+    assert values.std() * np.sqrt(192) == pytest.approx(1, abs=0.02)
+
+
+def test_a_sequence_beyond_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="512 positions"):
+        profiled("torch", sequence=513)
+
+
+def measure(**changed: Any) -> StageMeasure:
+    values: dict[str, Any] = {
+        "forward_s": 1.0,
+        "backward_s": 2.0,
+        "update_s": 0.0,
+        "slowdown": 1.0,
+        "num_repetitions": 9,
+        "in_flight_bytes": 0,
+        "workspace_bytes": 0,
+    }
+    return StageMeasure(**{**values, **changed})
+
+
+def test_layer_and_overhead_are_told_apart() -> None:
+    one = measure(
+        forward_s=1.25, backward_s=2.5, update_s=0.3, in_flight_bytes=110, workspace_bytes=50
+    )
+    two = measure(
+        forward_s=2.25,
+        backward_s=4.5,
+        update_s=0.5,
+        slowdown=1.2,
+        in_flight_bytes=210,
+        workspace_bytes=65,
+    )
+    times = LayerFit.of(one, two).block_times(None)
+    assert times.layer_forward_s == pytest.approx(1.2 * 1.0)
+    assert times.layer_backward_s == pytest.approx(1.2 * 2.0)
+    assert times.overhead_s == pytest.approx(1.2 * 0.75)
+    assert times.layer_update_s == pytest.approx(1.2 * 0.2)
+    assert times.stage_s(10) == pytest.approx(1.2 * 30.75)
+    assert times.memory is not None
+    assert times.memory.layer_in_flight_bytes == 100
+    assert times.memory.layer_workspace_bytes == 15
+    assert times.memory.workspace_bytes == 35
+
+
+def test_noise_makes_no_layer_free_and_no_overhead_negative() -> None:
+    disturbed = LayerFit.of(measure(forward_s=5.0), measure(forward_s=2.0, backward_s=4.0))
+    assert disturbed.forward_s == pytest.approx(0.4)
+    assert disturbed.backward_s == pytest.approx(2.0)
+    quick = LayerFit.of(measure(forward_s=0.1), measure(forward_s=2.0, backward_s=4.0))
+    assert quick.forward_s == pytest.approx(1.0)
+    assert quick.overhead_s == pytest.approx(0.0)
+
+
+def test_ends_are_what_is_left_of_their_stages() -> None:
+    layer = LayerFit.of(
+        measure(forward_s=1.5, backward_s=2.5), measure(forward_s=2.5, backward_s=4.5)
+    )
+    head = measure(forward_s=5.0, backward_s=2.0, workspace_bytes=700)
+    ends = end_times(layer, head, measure(forward_s=1.75, backward_s=2.5))
+    assert ends.head_s == pytest.approx(5 + 2 - 3 - 1)
+    assert ends.embedding_s == pytest.approx(4.25 - 4.0)
+    assert ends.head_layer_s == pytest.approx(3.0)
+    assert ends.head_workspace_bytes == 700
+    all_in_forward = end_times(layer, measure(forward_s=8.0, backward_s=1e-5), None)
+    assert all_in_forward.head_layer_s == pytest.approx(2.0)
+    assert all_in_forward.head_s == pytest.approx(8 - 2 - 1, abs=1e-4)
+    assert all_in_forward.embedding_s == 0
+    assert end_times(layer, head, measure(forward_s=0.5, backward_s=1.0)).embedding_s == 0
