@@ -18,6 +18,8 @@ from exo_train.errors import PeerError
 
 ALONE_HINT_AFTER_S = 15.0
 ASK_AGAIN_S = 30.0
+# While nobody was met: one who hears us, and whom we do not hear, may have come after we announced.
+SAY_AGAIN_ALONE_S = 4.0
 # An interface that could not be used is tried again, ever more rarely.
 FIRST_RETRY_S = 10.0
 MAX_RETRY_S = 160.0
@@ -34,6 +36,7 @@ class Announced(Protocol):
 
     def heard(self) -> Heard: ...
     def ask_again(self) -> None: ...
+    def say_again(self) -> None: ...
     def announce_pairing(self, pairing_id: str, port: int) -> None: ...
     def withdraw_pairing(self) -> None: ...
     def close(self) -> None: ...
@@ -60,7 +63,7 @@ class Announcer:
         self._announced: list[LocalAddress] = []
         self._before: list[LocalAddress] | None = None
         self._first_s: float | None = None  # since when the hint is due to run
-        self._asked_s = 0.0
+        self._asked_s = self._told_s = 0.0
         self._retry_at_s = 0.0
         self._retry_s = FIRST_RETRY_S
         self._said: set[str] = set()
@@ -84,6 +87,10 @@ class Announcer:
         if self._discovery is not None and now_s - self._asked_s >= ASK_AGAIN_S:
             self._asked_s = now_s
             self._discovery.ask_again()
+        every_s = SAY_AGAIN_ALONE_S if is_alone else ASK_AGAIN_S
+        if self._discovery is not None and now_s - self._told_s >= every_s:
+            self._told_s = now_s
+            self._discovery.say_again()
         self._hint(is_alone, now_s)
 
     def heard(self) -> Heard:
@@ -120,7 +127,7 @@ class Announcer:
 
     def _announce_anew(self, addresses: list[LocalAddress], now_s: float) -> None:
         self.close()
-        self._announced, self._asked_s = addresses, now_s
+        self._announced, self._asked_s, self._told_s = addresses, now_s, now_s
         self._retry_at_s = now_s + self._retry_s
         self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
         if not addresses:

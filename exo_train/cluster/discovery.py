@@ -94,7 +94,7 @@ class Discovery:
             undo.callback(self._ear.close)
             self._zeroconfs = _open_all(self._ear)
             undo.callback(_close_all, self._zeroconfs)
-            self._announce(SERVICE_TYPE, node_id, port)
+            self._own = self._announce(SERVICE_TYPE, node_id, port)
             self._browsing = Browsing(
                 self._zeroconfs, SERVICE_TYPE, own=self._addresses, on_seen=self._take
             )
@@ -108,6 +108,11 @@ class Discovery:
     def ask_again(self) -> None:
         """Ask the network anew who is there: zeroconf by itself stops after a quarter minute."""
         self._browsing.ask_again()
+
+    def say_again(self) -> None:
+        """Announce this agent anew, for those whose questions do not reach us."""
+        for announcing in self._own:
+            announcing.repeat()
 
     def announce_pairing(self, pairing_id: str, port: int) -> None:
         """Announce an open invitation under a random id of its own, in place of one before."""
@@ -193,6 +198,11 @@ class Announcing:
                 f"mDNS does not work here ({type(error).__name__}: {error}); name a device with "
                 f"--peer HOST:PORT"
             ) from None
+
+    def repeat(self) -> None:
+        """Send the announcement once more."""
+        with contextlib.suppress(OSError, ZeroconfError, RuntimeError):
+            self._zeroconf.send(self._zeroconf.generate_service_broadcast(self._info, None))
 
     def withdraw(self) -> None:
         """Say goodbye for this record alone; announcements still to come would undo it."""
