@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exo_train.backends.base import MicrobatchInput, Stage, StageOptions
-from exo_train.backends.meter import open_meter
+from exo_train.train.meter import open_meter
 from exo_train.backends.registry import load_backend
 from exo_train.config import LoraConfig, OptimizerConfig
 from exo_train.models.spec import ModelSpec

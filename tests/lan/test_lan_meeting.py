@@ -87,6 +87,7 @@ def test_one_sided_multicast_and_one_sided_connections_are_enough(
     for number in (1, 2):
         lan.add_host(number, on_hub=True)
     lan.hub.set_rules(2, 1, Rule(matches=is_multicast, loss=1.0))
+    launch.prepare(2)
     (one,) = launch(1)
     time.sleep(4.0)  # its announcements are out, and it does not hear who asks for more
     (two,) = launch(2)
