@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from exo_train.backends.base import MicrobatchInput, Stage, StageOptions
-from exo_train.train.meter import open_meter
 from exo_train.backends.registry import load_backend
 from exo_train.config import LoraConfig, OptimizerConfig
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.block_times import BlockMemory, BlockTimes, EndTimes
 from exo_train.plan.stages import StageSpec
+from exo_train.train.meter import open_meter
 from exo_train.train.random_tensors import RandomTensors, encoded
 from exo_train.wire.tensor import DType, HostTensor
 
