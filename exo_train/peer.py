@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import unicodedata
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NewType
 
 from exo_train.errors import ConfigError
 
 NodeId = NewType("NodeId", str)
+
+SHORT_ID_CHARS = 8
 
 # UAX #9, 2.1 to 2.4: they reorder the text around them on the screen.
 BIDI_CONTROLS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
@@ -56,6 +59,18 @@ class DeviceFacts:
     dtypes: tuple[str, ...]  # natively supported compute dtypes, best first
     version: str
     free_memory_bytes: int = 0
+
+
+def short_id(node_id: str) -> str:
+    """Give as much of an id as people are shown, and may type."""
+    return node_id[:SHORT_ID_CHARS]
+
+
+def devices_called(text: str, names: Mapping[NodeId, str]) -> list[NodeId]:
+    """Give the devices of that name, else those whose id starts so; `names` by id."""
+    by_name = [node_id for node_id, name in names.items() if name == text]
+    is_id = len(text) >= SHORT_ID_CHARS
+    return by_name or [node_id for node_id in names if is_id and node_id.startswith(text)]
 
 
 def has_control_characters(text: str) -> bool:

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 
 from exo_train.agent.examining import examine
 from exo_train.errors import ConfigError
-from exo_train.peer import NodeId
+from exo_train.peer import NodeId, devices_called, short_id
 from exo_train.train.messages import to_endpoints
 from exo_train.wire.pb import control_pb2 as pb
 
 if TYPE_CHECKING:
     from exo_train.agent.agent import Agent
-
-MIN_ID_CHARS = 8
 
 
 class AgentActions:
@@ -63,28 +61,25 @@ class AgentActions:
 
     def _find(self, device: str) -> NodeId:
         """Give the member of that name, or whose id starts so; raises ConfigError."""
-        members = [m for m in self._agent.admissions.members() if m != self._agent.node_id]
-        found = [m for m in members if self._name(m) == device] or [
-            m for m in members if len(device) >= MIN_ID_CHARS and m.startswith(device)
-        ]
+        own = self._agent.introduce().facts
+        names = {m: self._name(m) for m in self._agent.admissions.members() if m != own.node_id}
+        found = devices_called(device, names)
         if len(found) == 1:
             return found[0]
         if found:
-            ids = ", ".join(node_id[:MIN_ID_CHARS] for node_id in found)
+            ids = ", ".join(short_id(node_id) for node_id in found)
             raise ConfigError(
                 f"{len(found)} devices are called '{device}'; name one by the start of its id: "
                 f"{ids}"
             )
-        own = self._agent.introduce().facts
-        if device == own.name or (len(device) >= MIN_ID_CHARS and own.node_id.startswith(device)):
+        if devices_called(device, {own.node_id: own.name}):
             raise ConfigError(f"'{device}' is this device; run `exo-train leave` instead")
-        names = ", ".join(f"{self._name(m)} ({m[:MIN_ID_CHARS]})" for m in members)
-        raise ConfigError(f"no member is called '{device}'; there are: {names or 'no others'}")
+        listed = ", ".join(f"{name} ({short_id(m)})" for m, name in names.items())
+        raise ConfigError(f"no member is called '{device}'; there are: {listed or 'no others'}")
 
     def _name(self, node_id: NodeId) -> str:
         """Give the name of a member, also of one that is away."""
         told = self._agent.meeting.told(node_id)
         if told is not None:
             return told.facts.name
-        remembered = {peer.node_id: peer.name for peer in self._agent.home.remembered_peers()}
-        return remembered.get(node_id, node_id[:MIN_ID_CHARS])
+        return self._agent.home.remembered_names().get(node_id, short_id(node_id))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from exo_train.cluster.home import Home
 from exo_train.cluster.roster import Roster, RosterState
-from exo_train.errors import ConfigError
+from exo_train.errors import ConfigError, ProtocolError
 from exo_train.identity import Identity, MemberCertificate, issue_certificate, read_certificate
 from exo_train.peer import Address, NodeId
 from exo_train.train.messages import to_endpoints
@@ -40,17 +40,23 @@ class Admissions:
 
         Raises RemovedError for a former member, ProtocolError for a stranger.
         """
-        authority = self.identity.authority_certificate
-        node_id = read_certificate(der, authority_certificate=authority).node_id
         with self._lock:
-            if self._roster.is_removed(node_id):
-                raise RemovedError(f"device {node_id} was removed from this cluster")
             before = self._roster.members()
-            self._roster.admit(der)
+            try:
+                node_id = self._roster.admit(der).node_id
+            except ProtocolError:
+                self._check_not_removed(der)
+                raise
             is_new = self._roster.members() != before
         if is_new:
             self._save()
         return node_id
+
+    def _check_not_removed(self, der: bytes) -> None:
+        authority = self.identity.authority_certificate
+        node_id = read_certificate(der, authority_certificate=authority).node_id
+        if self._roster.is_removed(node_id):
+            raise RemovedError(f"device {node_id} was removed from this cluster") from None
 
     def invite(self, public_key: bytes, addresses: tuple[Address, ...]) -> pb.Admission:
         """Make the owner of a key a member, and give what it needs to be one."""

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import exo_train
-from exo_train.agent.examination import SHOWN_ID_CHARS, AgentFacts, read_examination
+from exo_train.agent.examination import AgentFacts, read_examination
 from exo_train.agent.local_client import LocalClient
 from exo_train.backends.registry import available_backends
 from exo_train.cluster.checks import firewall, machine, network, peers, reading, software
@@ -26,7 +26,7 @@ from exo_train.cluster.interface_kinds import LOOPBACK, WI_FI
 from exo_train.cluster.interfaces import default_route, dialable
 from exo_train.cluster.roster import Roster
 from exo_train.errors import ConfigError, ExoTrainError
-from exo_train.peer import Address
+from exo_train.peer import Address, short_id
 from exo_train.transport.reach import MAX_ADDRESSES, Reach, reach_all
 
 BACKEND_TIMEOUT_S = 20.0
@@ -291,7 +291,7 @@ def ask_agent(home: Home) -> tuple[AgentFacts | None, str]:
 
 def _with_names(agent: AgentFacts, home: Home) -> AgentFacts:
     """Name devices that are no members now as they were called when they were met."""
-    names = {peer.node_id[:SHOWN_ID_CHARS]: peer.name for peer in home.remembered_peers()}
+    names = {short_id(node_id): name for node_id, name in home.remembered_names().items()}
     named = (replace(one, device=names.get(one.device, one.device)) for one in agent.not_met)
     return replace(agent, not_met=tuple(named))
 

@@ -17,7 +17,7 @@ import exo_train
 from exo_train.agent.admissions import Admissions
 from exo_train.agent.protocol import HELLO_TIMEOUT_S, PROTOCOL_VERSION, greeting
 from exo_train.errors import PeerError, ProtocolError
-from exo_train.peer import Address, NodeId, has_control_characters
+from exo_train.peer import Address, NodeId, has_control_characters, short_id
 from exo_train.transport.channel import open_channel
 from exo_train.transport.tls import PeerTls
 from exo_train.wire.pb import handshake_pb2
@@ -119,7 +119,9 @@ class Dialling:
         except ProtocolError as error:
             raise NotTheDeviceError(f"{address}: {error}") from None
         if expected is not None and node_id != expected:
-            raise NotTheDeviceError(f"{address} is device {node_id[:8]}, not {expected[:8]}")
+            raise NotTheDeviceError(
+                f"{address} is device {short_id(node_id)}, not {short_id(expected)}"
+            )
         return node_id
 
     def _open(self, address: Address, node_id: NodeId) -> Proven:

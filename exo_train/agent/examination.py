@@ -20,12 +20,11 @@ from exo_train.cluster.checks.peers import (
     NotAnnounced,
     NotMet,
 )
-from exo_train.peer import Address
+from exo_train.peer import Address, short_id
 
 EXAMINATION_SCHEMA = 1
 # What could not be met long ago has moved on, or was switched off.
 RECENT_FAILURE_S = 300.0
-SHOWN_ID_CHARS = 8
 
 
 class InterfaceSeen(TypedDict):
@@ -119,7 +118,7 @@ def read_examination(content: Mapping[str, Any]) -> AgentFacts:
         num_other_clusters=content.get("other_clusters", 0),
         not_met=tuple(
             NotMet(
-                device=names.get(row["node_id"], row["node_id"][:SHOWN_ID_CHARS] or "a device"),
+                device=names.get(row["node_id"], short_id(row["node_id"]) or "a device"),
                 address=row["address"],
                 failure=row["failure"],
                 is_expected=row.get("is_expected", True),

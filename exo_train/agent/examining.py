@@ -25,7 +25,7 @@ from exo_train.cluster.checks.peers import DialBack, DialFailure, NotAnnounced
 from exo_train.cluster.interfaces import local_addresses
 from exo_train.cluster.member import MemberState
 from exo_train.cluster.whom_to_ask import Failure
-from exo_train.peer import Address
+from exo_train.peer import Address, short_id
 
 if TYPE_CHECKING:
     from exo_train.agent.agent import Agent
@@ -123,7 +123,7 @@ def _duplicates(agent: Agent, copies: tuple[Address, ...]) -> list[DuplicateSeen
 
 def _stuck(agent: Agent, names: dict[str, str]) -> list[LinkSeen]:
     return [
-        LinkSeen(line=f"{names.get(node_id, node_id[:8])} at {address}", trouble=why)
+        LinkSeen(line=f"{names.get(node_id, short_id(node_id))} at {address}", trouble=why)
         for (node_id, address), why in agent.survey.stuck().items()
     ]
 

@@ -18,7 +18,7 @@ from exo_train.cluster.interfaces import all_dialable, usable_addresses
 from exo_train.cluster.pairing import Code
 from exo_train.errors import ConfigError, PeerError
 from exo_train.identity import read_certificate
-from exo_train.peer import Address
+from exo_train.peer import Address, short_id
 
 LEAVE_TIMEOUT_S = 10.0
 MEET_TIMEOUT_S = 4.0
@@ -57,7 +57,9 @@ def become_member(
         paired.identity.certificate,
         authority_certificate=paired.identity.authority_certificate,
     ).invited_by
-    inviter = RememberedPeer(node_id=inviter_id, name=inviter_id[:8], addresses=paired.endpoints)
+    inviter = RememberedPeer(
+        node_id=inviter_id, name=short_id(inviter_id), addresses=paired.endpoints
+    )
     home.remember_peers([inviter])
     num_others = len(home.roster(paired.identity).members()) - 1
     say(f"paired: this device is a member now, with {num_others} other(s)")
@@ -122,8 +124,8 @@ def check_unattached(home: Home) -> None:
     others = [member for member in roster.members() if member != identity.node_id]
     if is_expelled(home) or not others:
         return
-    names = {peer.node_id: peer.name for peer in home.remembered_peers()}
-    listed = ", ".join(names.get(other, other[:8]) for other in others)
+    names = home.remembered_names()
+    listed = ", ".join(names.get(other, short_id(other)) for other in others)
     raise ConfigError(
         f"this device belongs to a cluster already, with {listed}; run `exo-train join` without "
         f"--code to meet them, or `exo-train leave` first to join another cluster"

@@ -79,8 +79,8 @@ class LocalAgents:
         wanted = set(names if names is not None else self.homes)
         return self._wait(
             lambda: all(wanted <= self.alive(name) for name in wanted),
-            "the agents did not find each other: does a firewall on this machine drop multicast "
-            "(UDP port 5353)?",
+            "the agents did not find each other: does a firewall on this machine block its own "
+            "connections?",
         )
 
     def _pairing_options(self) -> list[str]:

@@ -13,11 +13,11 @@ from exo_train.agent.local_client import LocalClient
 from exo_train.agent.planning import Candidate
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, InterruptedRunError, PeerError
+from exo_train.peer import NodeId, devices_called, short_id
 
 # A fresh agent needs a moment to hear the others (mDNS: 1.2 to 1.5 s measured on a bridge).
 SETTLE_S = 4.0
 POLL_S = 0.3
-MIN_ID_CHARS = 8
 
 
 def wait_candidates(
@@ -75,13 +75,13 @@ def _choose(
     """
     if not wanted:
         return live, []
+    names = {NodeId(m["id"]): str(m["name"]) for m in live}
     chosen, missing = [], []
     for text in wanted:
-        found = [m for m in live if m["name"] == text] or [
-            m for m in live if len(text) >= MIN_ID_CHARS and m["id"].startswith(text)
-        ]
+        ids_found = devices_called(text, names)
+        found = [m for m in live if m["id"] in ids_found]
         if len(found) > 1:
-            ids = ", ".join(str(m["id"][:MIN_ID_CHARS]) for m in found)
+            ids = ", ".join(short_id(node_id) for node_id in ids_found)
             raise ConfigError(
                 f"--devices: {len(found)} devices are called '{text}'; name them by the start of "
                 f"their ids: {ids}"
@@ -98,7 +98,7 @@ def _candidates(chosen: list[dict[str, Any]]) -> list[Candidate]:
         Candidate.from_status(
             m
             if names.count(m["name"]) == 1
-            else {**m, "name": f"{m['name']} ({m['id'][:MIN_ID_CHARS]})"}
+            else {**m, "name": f"{m['name']} ({short_id(m['id'])})"}
         )
         for m in chosen
     ]

@@ -16,7 +16,6 @@ from exo_train.cluster.interfaces import (
     interface_towards,
     listen_hosts,
     usable_addresses,
-    without_zone,
 )
 from exo_train.errors import ConfigError
 from exo_train.peer import Address, DeviceFacts, NodeId
@@ -84,7 +83,7 @@ class OwnDevice:
         if named is None:
             return True
         own = interface_towards(address.host)
-        return own is not None and named in (own.interface, own.host, without_zone(own.host))
+        return own is not None and own.is_called(named)
 
     def hosts(self) -> tuple[str, ...]:
         """Give where others reach this device; its loopback while it has no network."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from exo_train.cluster.member import DEAD_AFTER_S, MemberState
 from exo_train.cluster.membership import Changed, Duplicate
-from exo_train.peer import NodeId
+from exo_train.peer import NodeId, short_id
 
 
 def changed_sentence(change: Changed) -> str:
@@ -48,7 +48,7 @@ def duplicate_sentence(copy: Duplicate, self_id: NodeId) -> str:
             f"with a code"
         )
     return (
-        f"two devices run with the identity {copy.node_id[:8]} ({where}): a home folder was "
+        f"two devices run with the identity {short_id(copy.node_id)} ({where}): a home folder was "
         f"copied; on the copy, end `exo-train join`, run `exo-train leave --forget`, and pair it "
         f"anew with a code"
     )

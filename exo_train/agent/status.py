@@ -14,11 +14,10 @@ from exo_train.agent.protocol import Introduction
 from exo_train.cluster.home import RememberedPeer
 from exo_train.cluster.link_facts import PairLink
 from exo_train.cluster.member import DEAD_AFTER_S, Member, MemberState
-from exo_train.peer import Address, DeviceFacts, NodeId
+from exo_train.peer import Address, DeviceFacts, NodeId, short_id
 from exo_train.wire.pb import control_pb2 as pb
 
 STATUS_SCHEMA = 1
-SHOWN_ID_CHARS = 8
 # A member of the roster that was not met since this agent started; in no view, and never live.
 AWAY = "away"
 
@@ -106,7 +105,7 @@ def _away(node_id: NodeId, names: Mapping[NodeId, str], *, age_s: float) -> dict
     """Give the row of a member of which nothing is known but that it belongs here."""
     facts = DeviceFacts(
         node_id=node_id,
-        name=names.get(node_id, node_id[:SHOWN_ID_CHARS]),
+        name=names.get(node_id, short_id(node_id)),
         backend="",
         device="",
         chip="",

@@ -12,10 +12,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from exo_train.agent.meeting import Meeting
 from exo_train.agent.noticing import going_on
+from exo_train.cluster.checks.peers import DialOutcome
 from exo_train.cluster.interfaces import (
     LocalAddress,
     interface_towards,
@@ -26,20 +26,18 @@ from exo_train.cluster.link_facts import LinkFacts, PairLink, from_messages
 from exo_train.cluster.links import LinkTable, Way
 from exo_train.cluster.member import Member
 from exo_train.errors import PeerError, ProtocolError
-from exo_train.peer import Address, NodeId
+from exo_train.peer import Address, NodeId, short_id
 from exo_train.transport.probe import Measurement, ProbeBusyError, measure
 from exo_train.transport.reach import Reach, reach
 from exo_train.transport.tls import MemberTls
 from exo_train.wire.pb import control_pb2 as pb
-
-Outcome = Literal["connected", "refused", "timed out", "no route"]
 
 LOOK_S = 1.0
 REACH_TIMEOUT_S = 0.7
 DIAL_BACK_AGAIN_S = 60.0
 MAX_STUCK = 64
 MAX_ASKED = 3  # members that dial back; one may be behind a bad cable itself
-OUTCOMES: dict[pb.DialOutcome, Outcome] = {
+OUTCOMES: dict[pb.DialOutcome, DialOutcome] = {
     pb.CONNECTED: "connected",
     pb.REFUSED: "refused",
     pb.TIMED_OUT: "timed out",
@@ -59,7 +57,7 @@ class DialBack:
 
     member: str
     address: Address
-    outcome: Outcome
+    outcome: DialOutcome
 
 
 class Survey:
@@ -160,9 +158,10 @@ class Survey:
 
     def _way(self, address: Address, among: list[LocalAddress]) -> Way | None:
         own = interface_towards(address.host, among=among)
-        if own is None or (self._interface is None and not _leads_out(own, address)):
+        if own is None:
             return None
-        if self._interface not in (None, own.interface, own.host, without_zone(own.host)):
+        named = self._interface
+        if not (_leads_out(own, address) if named is None else own.is_called(named)):
             return None
         return Way(address=address, local_host=own.host, interface=own.interface, kind=own.kind)
 
@@ -175,7 +174,7 @@ class Survey:
         except ProbeBusyError:
             is_busy = True
         except PeerError as error:
-            log.debug("the way to %s by %s: %s", peer_id[:8], way.address, error)
+            log.debug("the way to %s by %s: %s", short_id(peer_id), way.address, error)
             self._note_stuck(peer_id, way, error)
         finally:
             now_s = time.monotonic()
@@ -191,10 +190,13 @@ class Survey:
 
     def _note_stuck(self, peer_id: NodeId, way: Way, error: PeerError) -> None:
         """Keep that a way connects and carries nothing: large packets may be lost on it."""
-        if isinstance(error, NothingThereError) or len(self._stuck) >= MAX_STUCK:
-            self._stuck.pop((peer_id, way.address), None)
+        key = peer_id, way.address
+        if isinstance(error, NothingThereError):
+            self._stuck.pop(key, None)
             return
-        self._stuck[peer_id, way.address] = (
+        if key not in self._stuck and len(self._stuck) >= MAX_STUCK:
+            return
+        self._stuck[key] = (
             f"{way.address} ({way.kind} {way.interface}) takes connections, but nothing passes: "
             f"often an MTU on the way that is smaller than the devices' own, which loses full-size "
             f"packets; set the same MTU on both ends and the switch between"

@@ -24,7 +24,7 @@ import psutil
 from exo_train.cluster.roster import Roster, RosterState
 from exo_train.errors import ConfigError, ProtocolError
 from exo_train.identity import Identity, check_identity, found_cluster, is_node_id
-from exo_train.peer import Address, NodeId, has_control_characters
+from exo_train.peer import Address, NodeId, has_control_characters, short_id
 
 MAX_NAME_CHARS = 60
 # A full roster, as JSON, has about a megabyte.
@@ -243,6 +243,10 @@ class Home:
         peers = [peer for entry in entries if (peer := _read_peer(entry)) is not None]
         return _newest_of_each(peers)
 
+    def remembered_names(self) -> dict[NodeId, str]:
+        """Give the names of the members met earlier."""
+        return {peer.node_id: peer.name for peer in self.remembered_peers()}
+
     def remember_peers(self, peers: Sequence[RememberedPeer]) -> None:
         """Put `peers` before those met earlier; whoever is away today may be back tomorrow."""
         before = self.remembered_peers()
@@ -329,7 +333,7 @@ def _cleaned(peer: RememberedPeer) -> RememberedPeer:
     try:
         name = clean_name(peer.name)
     except ConfigError:
-        name = peer.node_id[:8]
+        name = short_id(peer.node_id)
     addresses = tuple(dict.fromkeys(peer.addresses))[:MAX_REMEMBERED_ADDRESSES]
     return RememberedPeer(node_id=peer.node_id, name=name, addresses=addresses)
 

@@ -58,6 +58,10 @@ class LocalAddress:
     def is_ipv4(self) -> bool:
         return ":" not in self.host
 
+    def is_called(self, name: str) -> bool:
+        """Tell whether `--interface NAME` means it: by its interface, or by its address."""
+        return name in (self.interface, self.host, without_zone(self.host))
+
     @property
     def family(self) -> str:
         return "IPv4" if self.is_ipv4 else "IPv6"
@@ -104,7 +108,7 @@ def usable_addresses(
     """
     addresses = list(local_addresses() if among is None else among)
     if interface is not None:
-        chosen = [a for a in addresses if interface in (a.interface, a.host, without_zone(a.host))]
+        chosen = [a for a in addresses if a.is_called(interface)]
         if not chosen:
             names = ", ".join(sorted({a.interface for a in addresses}))
             raise ConfigError(

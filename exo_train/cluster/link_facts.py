@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from exo_train.errors import ProtocolError
 from exo_train.identity import is_node_id
-from exo_train.peer import NodeId, has_control_characters
+from exo_train.peer import NodeId, has_control_characters, short_id
 from exo_train.wire.pb import control_pb2 as pb
 
 MAX_LINKS = 64  # that one device tells of
@@ -54,7 +54,7 @@ class PairLink:
         """Say it in one line for a person, with its trouble if it has one."""
         link = self.link
         ends = " ⇄ ".join(
-            names.get(node_id, node_id[:8]) for node_id in (self.measurer_id, link.peer_id)
+            names.get(node_id, short_id(node_id)) for node_id in (self.measurer_id, link.peer_id)
         )
         text = f"{ends}  {link.kind}  {speed_text(link.bytes_per_s)}  {link.rtt_s * 1e3:.1f} ms"
         return f"{text}  ({link.trouble})" if link.trouble else text

@@ -1,7 +1,7 @@
 """The demo: three agents on this machine do what three devices of a household would.
 
 Owns the three agents' homes and processes and the before-and-after story. Everything else is
-the product's own: discovery by mDNS on the real interfaces, the ring, training, generation.
+the product's own: pairing by codes, meeting, the ring, training, generation.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from exo_train.identity import (
     tls_name,
     to_pem,
 )
-from exo_train.peer import NodeId
+from exo_train.peer import NodeId, short_id
 
 MAX_SAID = 64  # log lines about refusals, per server: a flood must not fill the disk
 MAX_HOSTS = 256  # from which members have called; the newest stay
@@ -72,8 +72,8 @@ class MemberTls:
         certificate = self.certificate_of(node_id)
         if certificate is None:
             raise PeerError(
-                f"device {node_id[:8]} is not a member of this cluster; pair it with a code from "
-                f"`exo-train invite`"
+                f"device {short_id(node_id)} is not a member of this cluster; pair it with a code "
+                f"from `exo-train invite`"
             )
         return PeerTls(self._credentials(certificate.der), tls_name(node_id))
 

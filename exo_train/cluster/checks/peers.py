@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from exo_train.cluster.checks.finding import Finding, Verdict
+from exo_train.peer import short_id
 
 CLOCK_SKEW_NOTE_S = 5.0
-SHOWN_ID_CHARS = 8
 DOCTOR_THERE = "run `exo-train doctor` on {name}"
 
 # "mute": it takes connections and says nothing. "foreign": something answered, but not as a
@@ -204,7 +204,7 @@ def check_members(members: Sequence[MemberFacts]) -> list[Finding]:
     ]
     names = [m.name for m in live]
     for name in dict.fromkeys(n for n in names if names.count(n) > 1):
-        ids = ", ".join(m.node_id[:SHOWN_ID_CHARS] for m in live if m.name == name)
+        ids = ", ".join(short_id(m.node_id) for m in live if m.name == name)
         said = f"{names.count(name)} devices are called {name} ({ids}); they are told apart by id"
         found.append(Finding("members", "note", said, "exo-train join --name ANOTHER"))
     others = [m.name for m in live if not m.is_self]
@@ -226,7 +226,7 @@ def check_duplicates(duplicates: Sequence[Duplicate]) -> list[Finding]:
         at = ", ".join(duplicate.addresses) or "an unknown address"
         whose = "this device's identity" if duplicate.is_self else "one identity"
         said = (
-            f"{whose} ({duplicate.node_id[:SHOWN_ID_CHARS]}) is also used at {at}: the home folder "
+            f"{whose} ({short_id(duplicate.node_id)}) is also used at {at}: the home folder "
             f"of exo-train was copied from one device to another"
         )
         fix = (
