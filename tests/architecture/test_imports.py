@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,17 @@ def _pure_files() -> list[Path]:
     return files
 
 
+@pytest.fixture
+def loggers_kept() -> Iterator[None]:
+    """Import-linter's own logging set-up silences every logger of the process, for good."""
+    loggers = [one for one in logging.root.manager.loggerDict.values() if hasattr(one, "disabled")]
+    before = [(one, one.disabled) for one in loggers]
+    yield
+    for one, was_disabled in before:
+        one.disabled = was_disabled
+
+
+@pytest.mark.usefixtures("loggers_kept")
 def test_imports_point_down(capfd: pytest.CaptureFixture[str]) -> None:
     broken = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True, no_logo=True)
     assert broken == 0, capfd.readouterr().out
