@@ -41,6 +41,7 @@ REGISTER_TIMEOUT_S = 3.0
 LOOKUP_TIMEOUT_MS = 1000  # also the longest that an end waits for one
 LOOKUP_PAUSES_S = (0.5, 1.0, 2.0, 4.0)  # of one name, when the record comes without its details
 LOOKUP_THREADS = 4
+CLOSE_S = 3.0  # what an end waits at most for the goodbyes
 MAX_PENDING_NAMES = 64
 MAX_SEEN = 256
 MAX_COPIES = 4
@@ -364,9 +365,20 @@ def _choices(senders: Sequence[LocalAddress]) -> list[str | int]:
 
 
 def _close_all(zeroconfs: Sequence[Zeroconf]) -> None:
-    """Say goodbye for all records, in all families at once: it takes a third of a second."""
-    with ThreadPoolExecutor(len(zeroconfs), thread_name_prefix="mdns close") as pool:
-        list(pool.map(_close, zeroconfs))
+    """Say goodbye for all records, in all families at once: it takes a third of a second.
+
+    On a stalled machine zeroconf waits up to 13 s for its own thread, so these are daemons: an end
+    of the process is not to wait for that.
+    """
+    closing = [
+        threading.Thread(target=_close, args=(zeroconf,), name="mdns close", daemon=True)
+        for zeroconf in zeroconfs
+    ]
+    for thread in closing:
+        thread.start()
+    deadline_s = time.monotonic() + CLOSE_S
+    for thread in closing:
+        thread.join(max(deadline_s - time.monotonic(), 0))
 
 
 def _close(zeroconf: Zeroconf) -> None:

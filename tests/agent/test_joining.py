@@ -42,7 +42,8 @@ main()
 """
 SHOWN_CODE = re.compile(r"exo-train join --code (\d+-[a-z]+-[a-z]+)\n")
 SHOWN_PEER = re.compile(r"add --peer (\S+)\)")
-STOPPED_WITHIN_S = 2.0  # 0.2 to 0.7 s, measured; a busy machine takes longer
+# 0.2 to 0.7 s, measured; a busy machine took 5.6 s once. Without a stop the search takes 30 s.
+STOPPED_WITHIN_S = 15.0
 Start = Callable[..., RunningAgent]
 
 
@@ -297,13 +298,11 @@ def test_a_stop_while_it_looks_ends_it_at_once_and_changes_nothing(
         assert process.stdout is not None
         assert "looking for" in process.stdout.readline()
         time.sleep(0.7)
-        started_s = time.monotonic()
         if where == "its input":
             process.stdin.close()
         else:
             process.send_signal(signal.SIGINT)
-        code = process.wait(10)
-        took_s = time.monotonic() - started_s
+        code = process.wait(STOPPED_WITHIN_S)
         errors = process.stderr.read() if process.stderr else ""
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
@@ -312,7 +311,6 @@ def test_a_stop_while_it_looks_ends_it_at_once_and_changes_nothing(
     assert errors == (
         "exo-train: stopped before this device was paired; nothing was changed here\n"
     )
-    assert took_s < STOPPED_WITHIN_S
     assert contents(agent.home) == before
 
 
