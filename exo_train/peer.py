@@ -46,8 +46,23 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeDevice:
+    """A processor with memory of its own; bytes as in DeviceFacts."""
+
+    device: str  # "cuda:1"
+    chip: str
+    memory_bytes: int
+    free_memory_bytes: int
+    usable_memory_bytes: int
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """What a device says of itself; memory in bytes, `free` now, `usable` after its reserve."""
+    """What a device says of itself; memory in bytes, `free` now, `usable` after its reserve.
+
+    `more_devices` are further GPUs of the same computer: each may take a rank of its own.
+    """
 
     node_id: NodeId
     name: str
@@ -59,6 +74,7 @@ class DeviceFacts:
     dtypes: tuple[str, ...]  # natively supported compute dtypes, best first
     version: str
     free_memory_bytes: int = 0
+    more_devices: tuple[ComputeDevice, ...] = ()
 
 
 def short_id(node_id: str) -> str:

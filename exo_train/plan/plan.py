@@ -42,6 +42,7 @@ class RankPlan:
     compute_dtype: str
     stage: StageSpec
     addresses: tuple[Address, ...] = ()
+    memory_bytes: int = 0  # what the plan reckons with; read again before the stage is loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +188,7 @@ def _rank_from(value: object, place: str) -> RankPlan:
             compute_dtype=fields.text("compute_dtype", choices=_REAL_DTYPES),
             stage=_stage_from(fields.inner("stage"), place),
             addresses=fields.each("addresses", most=MAX_ADDRESSES, read=_address_from),
+            memory_bytes=fields.whole("memory_bytes", low=0),
         )
 
 

@@ -14,14 +14,34 @@ from exo_train.plan.memory import LayerCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """Memory of a stage's parts; `per_stage` is added to every stage."""
+
+    embedding: LayerCost
+    layer: LayerCost
+    head: LayerCost
+    per_stage: LayerCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """One device. `usable_bytes` is after its reserve; 0 keeps it out."""
+    """One device. `usable_bytes` is after its reserve; 0 keeps it out.
+
+    `head_layer_s` is a decoder layer's time on the stage with the head (None: as elsewhere),
+    `overhead_s` what any stage adds to a microbatch, `layer_update_s` a layer's share of what is
+    done once a step. `costs` are there where the device stores or computes otherwise than the
+    workload says: another dtype, another backend.
+    """
 
     name: str
     usable_bytes: int
     layer_s: float
     embedding_s: float
     head_s: float
+    head_layer_s: float | None = None
+    overhead_s: float = 0.0
+    layer_update_s: float = 0.0
+    costs: StageCosts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ GRADIENTS: StateKind
 BOUNDARIES: StateKind
 
 class NodeFacts(_message.Message):
-    __slots__ = ("node_id", "name", "backend", "device", "chip", "memory_bytes", "usable_memory_bytes", "dtypes", "version", "incarnation", "endpoints", "free_memory_bytes", "instance", "run", "unreachable", "links")
+    __slots__ = ("node_id", "name", "backend", "device", "chip", "memory_bytes", "usable_memory_bytes", "dtypes", "version", "incarnation", "endpoints", "free_memory_bytes", "instance", "run", "unreachable", "links", "more_devices")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class NodeFacts(_message.Message):
     RUN_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    MORE_DEVICES_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     name: str
     backend: str
@@ -68,7 +69,24 @@ class NodeFacts(_message.Message):
     run: RunFacts
     unreachable: bool
     links: _containers.RepeatedCompositeFieldContainer[LinkFacts]
-    def __init__(self, node_id: _Optional[str] = ..., name: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., chip: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., usable_memory_bytes: _Optional[int] = ..., dtypes: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., incarnation: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[_pairing_pb2.Endpoint, _Mapping]]] = ..., free_memory_bytes: _Optional[int] = ..., instance: _Optional[str] = ..., run: _Optional[_Union[RunFacts, _Mapping]] = ..., unreachable: bool = ..., links: _Optional[_Iterable[_Union[LinkFacts, _Mapping]]] = ...) -> None: ...
+    more_devices: _containers.RepeatedCompositeFieldContainer[ComputeDevice]
+    def __init__(self, node_id: _Optional[str] = ..., name: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., chip: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., usable_memory_bytes: _Optional[int] = ..., dtypes: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., incarnation: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[_pairing_pb2.Endpoint, _Mapping]]] = ..., free_memory_bytes: _Optional[int] = ..., instance: _Optional[str] = ..., run: _Optional[_Union[RunFacts, _Mapping]] = ..., unreachable: bool = ..., links: _Optional[_Iterable[_Union[LinkFacts, _Mapping]]] = ..., more_devices: _Optional[_Iterable[_Union[ComputeDevice, _Mapping]]] = ...) -> None: ...
+
+class ComputeDevice(_message.Message):
+    __slots__ = ("device", "chip", "memory_bytes", "free_memory_bytes", "usable_memory_bytes", "dtypes")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    CHIP_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USABLE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DTYPES_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    chip: str
+    memory_bytes: int
+    free_memory_bytes: int
+    usable_memory_bytes: int
+    dtypes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, device: _Optional[str] = ..., chip: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., free_memory_bytes: _Optional[int] = ..., usable_memory_bytes: _Optional[int] = ..., dtypes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunFacts(_message.Message):
     __slots__ = ("run_id", "generation", "rank", "phase", "phase_age_s", "phase_limit_s")
@@ -169,6 +187,24 @@ class DialBackReply(_message.Message):
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     outcomes: _containers.RepeatedScalarFieldContainer[DialOutcome]
     def __init__(self, outcomes: _Optional[_Iterable[_Union[DialOutcome, str]]] = ...) -> None: ...
+
+class ProfileRequest(_message.Message):
+    __slots__ = ("json", "fresh")
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    FRESH_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    fresh: bool
+    def __init__(self, json: _Optional[str] = ..., fresh: bool = ...) -> None: ...
+
+class ProfileReply(_message.Message):
+    __slots__ = ("json", "from_cache", "failure")
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    FROM_CACHE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    from_cache: bool
+    failure: Failure
+    def __init__(self, json: _Optional[str] = ..., from_cache: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -377,7 +413,7 @@ class MicrobatchData(_message.Message):
     def __init__(self, num_sequences: _Optional[int] = ..., num_positions: _Optional[int] = ..., tokens: _Optional[bytes] = ..., targets: _Optional[bytes] = ..., mask: _Optional[bytes] = ..., row_keys: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("step", "evaluation", "loss_sum", "grad_square_sum", "busy_s", "step_s", "sent_bytes", "peak_memory_bytes")
+    __slots__ = ("step", "evaluation", "loss_sum", "grad_square_sum", "busy_s", "step_s", "sent_bytes", "peak_memory_bytes", "period_s")
     STEP_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     LOSS_SUM_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +422,7 @@ class StepReport(_message.Message):
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PERIOD_S_FIELD_NUMBER: _ClassVar[int]
     step: int
     evaluation: bool
     loss_sum: float
@@ -394,7 +431,8 @@ class StepReport(_message.Message):
     step_s: float
     sent_bytes: int
     peak_memory_bytes: int
-    def __init__(self, step: _Optional[int] = ..., evaluation: bool = ..., loss_sum: _Optional[float] = ..., grad_square_sum: _Optional[float] = ..., busy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ...) -> None: ...
+    period_s: float
+    def __init__(self, step: _Optional[int] = ..., evaluation: bool = ..., loss_sum: _Optional[float] = ..., grad_square_sum: _Optional[float] = ..., busy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., period_s: _Optional[float] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("step", "apply", "learning_rate", "grad_scale")

@@ -55,6 +55,11 @@ class ControlStub(object):
                 request_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.DialBackRequest.SerializeToString,
                 response_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.DialBackReply.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/exo_train.wire.Control/Profile',
+                request_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.ProfileReply.FromString,
+                _registered_method=True)
         self.Run = channel.stream_stream(
                 '/exo_train.wire.Control/Run',
                 request_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.RunMessage.SerializeToString,
@@ -93,6 +98,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Times one block of a model on this device, or gives what was measured before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Run(self, request_iterator, context):
         """One stream per rank of a run, kept open for the run. The caller is the run's driver; when the
         stream ends, for whatever reason, the agent ends the rank's worker.
@@ -123,6 +135,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.DialBack,
                     request_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.DialBackRequest.FromString,
                     response_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.DialBackReply.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.ProfileRequest.FromString,
+                    response_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.ProfileReply.SerializeToString,
             ),
             'Run': grpc.stream_stream_rpc_method_handler(
                     servicer.Run,
@@ -238,6 +255,33 @@ class Control(object):
             '/exo_train.wire.Control/DialBack',
             exo__train_dot_wire_dot_pb_dot_control__pb2.DialBackRequest.SerializeToString,
             exo__train_dot_wire_dot_pb_dot_control__pb2.DialBackReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/exo_train.wire.Control/Profile',
+            exo__train_dot_wire_dot_pb_dot_control__pb2.ProfileRequest.SerializeToString,
+            exo__train_dot_wire_dot_pb_dot_control__pb2.ProfileReply.FromString,
             options,
             channel_credentials,
             insecure,
