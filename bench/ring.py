@@ -15,8 +15,9 @@ import secrets
 import tempfile
 from pathlib import Path
 
-from exo_train.agent.driver import Narrator, train
+from exo_train.agent.driver import train
 from exo_train.agent.local_agents import LocalAgents
+from exo_train.agent.opening import Narrator
 from exo_train.cluster.home import open_home
 from exo_train.config import TrainConfig
 from exo_train.models.hub import fetch_demo_model

@@ -28,6 +28,7 @@ ALL_TARGETS = (
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 LR_SCHEDULES = ("constant", "cosine")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
+MAX_PROFILE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,8 @@ class TrainConfig:
     min_devices: int = 1
     device_wait_s: float = 30.0  # how long to wait for them
     devices: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()  # NAME:COUNT in ring order; empty: planned
+    profile_s: float = 3.0  # for timing a layer on each device; 0: split by memory
     run_dir: str = ""
     step_timeout_s: float = 600.0
 
@@ -189,6 +192,7 @@ def _check(config: TrainConfig) -> None:
         "eval_every",
         "save_every",
         "seed",
+        "profile_s",
     )
     for name in not_negative:
         if getattr(config, name) < 0:
@@ -220,6 +224,8 @@ def _check(config: TrainConfig) -> None:
             f"'min_devices' {config.min_devices} is more than the {len(config.devices)} that "
             f"'devices' names"
         )
+    if config.profile_s > MAX_PROFILE_S:
+        raise ConfigError(f"'profile_s' must be at most {MAX_PROFILE_S:g}, got {config.profile_s}")
     for target in config.targets:
         if target not in ALL_TARGETS:
             raise ConfigError(

@@ -15,18 +15,20 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from exo_train.backends.base import Stage
+from exo_train.cluster.hardware import free_now_bytes
 from exo_train.cluster.home import Home
 from exo_train.cluster.interfaces import all_dialable
-from exo_train.errors import ExoTrainError, PeerLostError
+from exo_train.errors import DoesNotFitError, ExoTrainError, PeerLostError
 from exo_train.models.manifest import ModelManifest
 from exo_train.models.open import open_model
 from exo_train.models.tensors import TensorSource
 from exo_train.peer import Address, NodeId
-from exo_train.plan.plan import Plan
+from exo_train.plan.plan import Plan, RankPlan
 from exo_train.train import faults
 from exo_train.train.messages import from_failure, to_failure
 from exo_train.train.stage_loading import (
@@ -59,12 +61,16 @@ class GrpcSurroundings:
         listen_hosts: list[str],
         hosts: list[str],
         model: Path | None,
+        trust_memory: bool = False,
+        free_bytes: Callable[[str], int | None] = free_now_bytes,
     ) -> None:
         self._listen_hosts = listen_hosts
         self._hosts = hosts  # where others reach this device
         self._cache = home.cache
         identity = home.paired_identity()
         self._tls = MemberTls(identity, home.roster(identity).certificate)
+        self._trust_memory = trust_memory  # the user said how much there is
+        self._free_bytes = free_bytes
         self._model = model  # when the model lies on this device's own disk
         self._server: DataServer | None = None
         self._links: list[Link] = []
@@ -128,6 +134,9 @@ class GrpcSurroundings:
     def load_stage(
         self, plan: Plan, rank: int, manifest: ModelManifest, source: TensorSource
     ) -> Stage:
+        mine = plan.ranks[rank]
+        if not self._trust_memory:
+            check_room(mine, self._free_bytes(mine.device))
         stage = load_planned_stage(plan, rank, manifest, source)
         return faults.with_fault(stage, os.environ.get(faults.VARIABLE, ""))
 
@@ -156,6 +165,23 @@ class GrpcSurroundings:
             aborted = self._aborted
         if aborted is not None:
             link.fail(aborted)
+
+
+def check_room(rank: RankPlan, free_bytes: int | None) -> None:
+    """Refuse a stage that memory has no room for any more; the plan was made a while ago.
+
+    No reserve is kept: it is there for what changed since. Ranks that share one memory are each
+    compared with all of it. A plan that does not say what a stage needs says 0.
+    """
+    if free_bytes is None or rank.memory_bytes <= free_bytes:
+        return
+    start, end = rank.stage.start, rank.stage.end
+    layers = f"layer {start} needs" if end - start == 1 else f"layers {start}..{end - 1} need"
+    raise DoesNotFitError(
+        f"{rank.name} (rank {rank.rank}) has {free_bytes / 1e9:.1f} GB free now on {rank.device}, "
+        f"{layers} {rank.memory_bytes / 1e9:.1f} GB; close programs there, or start again so that "
+        f"the run is planned anew"
+    )
 
 
 class Worker:
@@ -237,6 +263,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--listen", action="append", default=[])
     parser.add_argument("--host", action="append", default=[])
+    parser.add_argument("--trust-memory", action="store_true")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     # Ctrl-C in the agent's terminal reaches this process too; the agent decides what it means.
@@ -249,6 +276,7 @@ def main() -> int:
         listen_hosts=options.listen,
         hosts=options.host,
         model=options.model,
+        trust_memory=options.trust_memory,
     )
     return Worker(surroundings, sys.stdin.buffer, pipe_out).run()
 

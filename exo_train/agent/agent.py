@@ -24,6 +24,7 @@ from exo_train.agent.local_service import LocalService
 from exo_train.agent.meeting import Meeting
 from exo_train.agent.noticing import going_on
 from exo_train.agent.own_device import LOOPBACK, JoinOptions, OwnDevice
+from exo_train.agent.profiles import Profiles
 from exo_train.agent.protocol import PROTOCOL_VERSION, Introduction, greeting
 from exo_train.agent.run_session import WorkerSettings
 from exo_train.agent.services import ControlService, HandshakeService
@@ -35,6 +36,7 @@ from exo_train.cluster.discovery import Discovery
 from exo_train.cluster.home import Home, RememberedPeer
 from exo_train.cluster.interfaces import LocalAddress, all_dialable, without_zone
 from exo_train.cluster.link_facts import to_message
+from exo_train.cluster.profile_cache import ProfileCache
 from exo_train.cluster.steady_clock import steady_s
 from exo_train.errors import ConfigError, PeerError
 from exo_train.peer import NodeId
@@ -123,8 +125,13 @@ class Agent:
             weights=self._weights,
             weights_addresses=lambda: self.device.addresses(self._weights.port),
         )
+        profiles = Profiles(
+            lambda: self.device.facts(self.node_id),
+            cache=ProfileCache(self.home.cache),
+            log_path=self.home.logs / "profiler.log",
+        )
         self._control = ControlService(
-            self.meeting, self.admissions, self.gate, self._worker_settings
+            self.meeting, self.admissions, self.gate, self._worker_settings, profiles
         )
         hosts, port = self.device.listen_hosts, self._options.port
         self.device.port, bound = self._serve_control(stack, self._control, hosts, port)
@@ -358,5 +365,6 @@ class Agent:
             home=self.home.path,
             logs=self.home.logs,
             backends=available_backends(),
+            devices=self.device.offered(),
             own_models=self._local.own_models(),
         )

@@ -8,33 +8,43 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from exo_train.agent.local_client import LocalClient, own_agent
+from exo_train.agent.live_plan import Asking
+from exo_train.agent.local_client import own_agent
 from exo_train.agent.members import wait_candidates
-from exo_train.agent.planning import make_plan, ring_order
-from exo_train.agent.remote_rank import RemoteRank
-from exo_train.agent.resuming import NOT_COMPARED, check_same, check_unfinished, newest
+from exo_train.agent.opening import (
+    Narrator,
+    OpenedModel,
+    best_host_of,
+    open_for_run,
+    open_ring,
+    own_tls,
+)
+from exo_train.agent.resuming import (
+    NOT_COMPARED,
+    check_same,
+    check_unfinished,
+    newest,
+    plan_before,
+)
 from exo_train.agent.run_data import encode_data, fingerprint
+from exo_train.agent.run_plan import Run, RunPlan, choose_plan
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
-from exo_train.errors import ConfigError, ExoTrainError, InterruptedRunError, NumericsError
+from exo_train.errors import ExoTrainError, InterruptedRunError, NumericsError
 from exo_train.export.adapters import AdapterPaths, write_adapters
-from exo_train.models.hub import resolve_model
-from exo_train.models.manifest import ModelManifest, build_manifest
-from exo_train.models.open import open_model
 from exo_train.models.tokenizer import load_tokenizer
-from exo_train.peer import Address, NodeId
+from exo_train.peer import NodeId
 from exo_train.plan.plan import Plan
 from exo_train.shell import command_line
 from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
 from exo_train.train.loop import Data, Progress, Trainer, Watcher
-from exo_train.train.ring import Ring, WeightsAccess
+from exo_train.train.ring import Ring
 from exo_train.train.rows import read_data
 from exo_train.train.rundir import (
     DeviceSummary,
@@ -42,27 +52,13 @@ from exo_train.train.rundir import (
     Summary,
     relative_to_run,
 )
-from exo_train.transport.tls import MemberTls
-
-
-@dataclass(frozen=True, slots=True)
-class Narrator:
-    """What a run tells while it is prepared."""
-
-    on_note: Callable[[str], None] = lambda note: None
-    on_plan: Callable[[Plan], None] = lambda plan: None
+from exo_train.train.step_shapes import steps_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     run_dir: Path
     summary: Summary
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedModel:
-    path: Path
-    manifest: ModelManifest
 
 
 def train(
@@ -72,10 +68,12 @@ def train(
     watcher: Watcher,
     narrator: Narrator,
     resume: Path | None = None,
+    replan: bool = False,
 ) -> Outcome:
     """Run to the end; raises an ExoTrainError that says what is saved where.
 
-    `config` of a resumed run is what `resumed_options` gives.
+    `config` of a resumed run is what `resumed_options` gives; it keeps its split unless `replan`,
+    which also measures all devices anew.
     """
     with contextlib.ExitStack() as stack:
         checkpoint = None
@@ -84,7 +82,9 @@ def train(
             stack.enter_context(RunDir.open(resume).in_use())
             check_unfinished(resume)
             checkpoint = newest(resume, on_note=narrator.on_note)
-        return _train(home, config, stack, checkpoint, watcher, narrator, resume)
+        return _train(
+            home, config, stack, checkpoint, watcher, narrator, resume=resume, replan=replan
+        )
 
 
 def _train(
@@ -94,23 +94,12 @@ def _train(
     checkpoint: Checkpoint | None,
     watcher: Watcher,
     narrator: Narrator,
+    *,
     resume: Path | None,
+    replan: bool,
 ) -> Outcome:
-    files = read_data(config.data)
-    model = open_for_run(home, config.model)
-    model.manifest.spec.validate_max_seq_length(config.max_seq_length)
-    data = encode_data(
-        files,
-        config,
-        model_path=model.path,
-        spec=model.manifest.spec,
-        on_note=narrator.on_note,
-    )
-    state = {
-        "model_hash": model.manifest.model_hash,
-        "data_hash": fingerprint(data.batches.examples),
-        "options": {k: v for k, v in config.to_dict().items() if k not in NOT_COMPARED},
-    }
+    model, data = _read(home, config, narrator)
+    state = _identity(model, data, config)
     if checkpoint is not None:
         check_same(checkpoint, state)
     run_dir = _run_dir(home, config, resume)
@@ -118,21 +107,36 @@ def _train(
     candidates, status = wait_candidates(
         client, config, on_note=narrator.on_note, wants_stop=watcher.wants_stop
     )
-    ordered = ring_order(candidates, NodeId(status["self"]))
-    plan = make_plan(
-        ordered, config, model.manifest, cluster=status["cluster"], on_note=narrator.on_note
+    tls = own_tls(home)
+    run = Run(
+        config=config,
+        manifest=model.manifest,
+        steps=steps_of(data.batches, config),
+        cluster=status["cluster"],
+        coordinator=NodeId(status["self"]),
+        again=command_line("exo-train", "train", "--resume", run_dir),
     )
+    asking = Asking(
+        status=client.status,
+        tls_to=tls.to,
+        on_note=narrator.on_note,
+        wants_stop=watcher.wants_stop,
+        best_host=functools.partial(best_host_of, status["links"], NodeId(status["self"])),
+        fresh=replan,
+    )
+    before = plan_before(resume, on_note=narrator.on_note) if resume and not replan else None
+    chosen = choose_plan(run, candidates, asking, before=before)
     directory = RunDir.create(run_dir, allow_existing=resume is not None)
     if resume is None:
         stack.enter_context(directory.in_use())
     # From here on the run can be taken up again with --resume, even from step 0.
     directory.write_config(_absolute(config, model.path, run_dir))
-    try:
+    with _resumable(run.again):
         ring = stack.enter_context(
             open_ring(
                 client,
-                own_tls(home),
-                plan,
+                tls,
+                chosen.plan,
                 model,
                 status,
                 narrator,
@@ -141,88 +145,36 @@ def _train(
                 wants_stop=watcher.wants_stop,
             )
         )
-    except ExoTrainError as error:
-        again = command_line("exo-train", "train", "--resume", run_dir)
-        raise type(error)(f"{error}; no step was done; go on with: {again}") from None
     directory.write_plan(ring.plan.to_json())
-    return _train_on(ring, config, data, directory, model, watcher, state, checkpoint)
+    return _train_on(ring, config, data, directory, model, watcher, state, checkpoint, chosen)
 
 
-def open_for_run(home: Home, name: str) -> OpenedModel:
-    """Find a model, check its files, hash its tensors."""
-    if not name:
-        raise ConfigError("no model is named; give a directory, a .gguf file or a hub id")
-    path = resolve_model(name, cache_dir=home.cache)
-    spec, source = open_model(path)
-    return OpenedModel(path=path, manifest=build_manifest(source, spec, cache_dir=home.cache))
-
-
-def own_tls(home: Home) -> MemberTls:
-    """Give what this home's processes dial other members with."""
-    identity = home.paired_identity()
-    return MemberTls(identity, home.roster(identity).certificate)
-
-
-def best_host_of(links: list[dict[str, Any]], dialler: NodeId, target: NodeId) -> str:
-    """Give the host of `target` on the best measured link; empty when there is none."""
-    for link in links:
-        hosts = {end["id"]: end["host"] for end in link["ends"]}
-        if {dialler, target} == hosts.keys():
-            return str(hosts[target])
-    return ""
+def _identity(model: OpenedModel, data: Data, config: TrainConfig) -> dict[str, Any]:
+    """Give what must be the same when the run is resumed."""
+    return {
+        "model_hash": model.manifest.model_hash,
+        "data_hash": fingerprint(data.batches.examples),
+        "options": {k: v for k, v in config.to_dict().items() if k not in NOT_COMPARED},
+    }
 
 
 @contextlib.contextmanager
-def open_ring(
-    client: LocalClient,
-    tls: MemberTls,
-    plan: Plan,
-    model: OpenedModel,
-    status: dict[str, Any],
-    narrator: Narrator,
-    *,
-    step_timeout_s: float,
-    committed_step: int = 0,
-    capture_boundaries: bool = False,
-    wants_stop: Callable[[], bool] = lambda: False,
-) -> Iterator[Ring]:
-    """Start the workers, prove the links, load the tensors; all of it ends with the context."""
-    addresses = {
-        member["id"]: [Address.parse(text) for text in member["addresses"]]
-        for member in status["members"]
-    }
-    own = next(m for m in status["members"] if m["id"] == status["self"])
-    token = secrets.token_hex(16)
-    endpoints = client.serve_model(run_id=plan.run_id, token=token, path=str(model.path))
+def _resumable(again: str) -> Iterator[None]:
+    """Add to an error before the first step how to go on."""
     try:
-        channels = [
-            RemoteRank(rank.name, addresses[rank.node_id], tls.to(rank.node_id))
-            for rank in plan.ranks
-        ]
-        best_host = functools.partial(best_host_of, status["links"])
-        with Ring(plan, channels, wants_stop=wants_stop, best_host=best_host) as ring:
-            narrator.on_plan(ring.prepare())
-            access = WeightsAccess(
-                manifest=model.manifest,
-                endpoints=endpoints,
-                token=token,
-                coordinator_name=own["name"],
-                coordinator_id=NodeId(own["id"]),
-            )
-            loaded = ring.load(
-                access,
-                step_timeout_s=step_timeout_s,
-                committed_step=committed_step,
-                capture_boundaries=capture_boundaries,
-            )
-            for rank, answer in zip(plan.ranks, loaded, strict=True):
-                if answer.fetched_bytes:
-                    narrator.on_note(
-                        f"{rank.name} fetched {answer.fetched_bytes / 1e6:.1f} MB of the model"
-                    )
-            yield ring
-    finally:
-        client.stop_serving(plan.run_id)
+        yield
+    except ExoTrainError as error:
+        raise type(error)(f"{error}; no step was done; go on with: {again}") from None
+
+
+def _read(home: Home, config: TrainConfig, narrator: Narrator) -> tuple[OpenedModel, Data]:
+    """Rows first: what is wrong with them shows in seconds."""
+    files = read_data(config.data)
+    model = open_for_run(home, config.model)
+    spec = model.manifest.spec
+    spec.validate_max_seq_length(config.max_seq_length)
+    data = encode_data(files, config, model_path=model.path, spec=spec, on_note=narrator.on_note)
+    return model, data
 
 
 def _train_on(
@@ -234,10 +186,19 @@ def _train_on(
     watcher: Watcher,
     state: dict[str, Any],
     checkpoint: Checkpoint | None,
+    chosen: RunPlan,
 ) -> Outcome:
     num_steps = config.steps or config.epochs * data.batches.steps_per_epoch
     trainer = Trainer(
-        ring, config, data, run_dir, num_steps=num_steps, watcher=watcher, state=state
+        ring,
+        config,
+        data,
+        run_dir,
+        num_steps=num_steps,
+        watcher=watcher,
+        state=state,
+        prediction=chosen.prediction,
+        advise=chosen.advise,
     )
     finish = _Finish(run_dir, config, ring.plan, model, trainer.progress)
     try:
@@ -287,6 +248,7 @@ class _Finish:
             devices=self._devices(),
             peft_adapter=relative["peft"],
             mlx_adapter=relative["mlx"],
+            prediction=progress.reckoning.compared(),
         )
         self.run_dir.write_summary(summary)
         if losses:

@@ -92,15 +92,16 @@ def _choose(
 
 
 def _candidates(chosen: list[dict[str, Any]]) -> list[Candidate]:
-    """Tell devices of one name apart, as every message names them."""
+    """Tell devices of one name apart, as every message names them; each GPU is one."""
     names = [m["name"] for m in chosen]
     return [
-        Candidate.from_status(
+        candidate
+        for m in chosen
+        for candidate in Candidate.all_from_status(
             m
             if names.count(m["name"]) == 1
             else {**m, "name": f"{m['name']} ({short_id(m['id'])})"}
         )
-        for m in chosen
     ]
 
 

@@ -52,19 +52,11 @@ class OwnDevice:
         _ = self.listen_hosts
 
     def facts(self, node_id: NodeId) -> DeviceFacts:
-        hardware = self._detect()
-        return DeviceFacts(
-            node_id=node_id,
-            name=self.name,
-            backend=hardware.backend,
-            device=hardware.device,
-            chip=hardware.chip,
-            memory_bytes=hardware.memory_bytes,
-            free_memory_bytes=hardware.free_memory_bytes,
-            usable_memory_bytes=hardware.usable_memory_bytes,
-            dtypes=hardware.dtypes,
-            version=exo_train.__version__,
-        )
+        return facts_of(self._detect(), node_id=node_id, name=self.name)
+
+    def offered(self) -> dict[str, bool]:
+        """Give the devices that a run may use, and whether the user said how much of each."""
+        return offered(self._detect(), is_told=self._options.memory_bytes is not None)
 
     @property
     def listen_hosts(self) -> tuple[str, ...]:
@@ -98,3 +90,28 @@ class OwnDevice:
         return detect(
             backend=options.backend, device=options.device, memory_bytes=options.memory_bytes
         )
+
+
+def facts_of(hardware: Hardware, *, node_id: NodeId, name: str) -> DeviceFacts:
+    return DeviceFacts(
+        node_id=node_id,
+        name=name,
+        backend=hardware.backend,
+        device=hardware.device,
+        chip=hardware.chip,
+        memory_bytes=hardware.memory_bytes,
+        free_memory_bytes=hardware.free_memory_bytes,
+        usable_memory_bytes=hardware.usable_memory_bytes,
+        dtypes=hardware.dtypes,
+        version=exo_train.__version__,
+        more_devices=hardware.more_devices,
+    )
+
+
+def offered(hardware: Hardware, *, is_told: bool) -> dict[str, bool]:
+    """Give each device, and whether the user's word says how much memory it gives.
+
+    For several devices a number is the word for the first and a bound for the others: see
+    `hardware.offer`.
+    """
+    return {hardware.device: is_told} | {d.device: False for d in hardware.more_devices}

@@ -1,14 +1,14 @@
-"""From who is here to a plan: which devices, in which order, with which layers.
+"""From who is here to a plan: dtypes, ranks, and the split by memory alone.
 
-Owns the choice of ring order and dtypes. Memory decides the split for now; measured speed takes
-the same seam (`partition` with other costs) when it comes.
+Owns what a plan says of its ranks. The split by measured speed is decided in `live_plan`; the one
+by memory needs no measurement, so `verify` and `train --profile-s 0` take it.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from exo_train.config import TrainConfig
@@ -25,14 +25,18 @@ from exo_train.plan.partition import (
     partition,
 )
 from exo_train.plan.plan import Plan, RankPlan
+from exo_train.plan.stages import StageSpec
 from exo_train.train.batches import choose_microbatch_size
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
+Key = tuple[NodeId, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A live member as the planner sees it."""
+    """A processor of a live member as the planner sees it: a computer may have several GPUs."""
 
     node_id: NodeId
     name: str
@@ -42,9 +46,13 @@ class Candidate:
     dtypes: tuple[str, ...]
     addresses: tuple[Address, ...]
 
+    @property
+    def key(self) -> Key:
+        return self.node_id, self.device
+
     @classmethod
     def from_status(cls, member: dict[str, Any]) -> Candidate:
-        """Read one entry of `status --json`'s members."""
+        """Read one entry of `status --json`'s members: its first processor."""
         return cls(
             node_id=NodeId(member["id"]),
             name=member["name"],
@@ -54,6 +62,24 @@ class Candidate:
             dtypes=tuple(member["dtypes"]),
             addresses=tuple(Address.parse(text) for text in member["addresses"]),
         )
+
+    @classmethod
+    def all_from_status(cls, member: dict[str, Any]) -> list[Candidate]:
+        """Read all processors of one entry; with several, each is named with its device."""
+        first = cls.from_status(member)
+        more = member.get("more_devices", ())
+        if not more:
+            return [first]
+        others = [
+            replace(
+                first,
+                device=other["device"],
+                usable_memory_bytes=other["usable_memory_bytes"],
+                dtypes=tuple(other["dtypes"]),
+            )
+            for other in more
+        ]
+        return [replace(c, name=f"{c.name} {c.device}") for c in (first, *others)]
 
 
 def ring_order(candidates: Sequence[Candidate], coordinator: NodeId) -> list[Candidate]:
@@ -72,24 +98,81 @@ def make_plan(
     adapter_init: str = "zero",
     on_note: Callable[[str], None] = lambda note: None,
 ) -> Plan:
-    """Split the model over `candidates` in their order; raises DoesNotFitError with numbers."""
-    spec = manifest.spec
+    """Split by memory over `candidates` in their order; raises DoesNotFitError with numbers."""
     microbatch_size = config.microbatch_size or choose_microbatch_size(
         config.batch_size, num_stages=len(candidates)
     )
     microbatch_size = min(microbatch_size, config.batch_size)
     num_microbatches = -(-config.batch_size // microbatch_size)
     dtypes = [compute_dtype(candidate, config.dtype) for candidate in candidates]
-    assignments = _assign(candidates, dtypes, spec, config, microbatch_size, num_microbatches)
-    used = [(candidates[a.device], dtypes[a.device], a) for a in assignments]
-    for candidate in candidates:
-        if all(candidate is not other for other, _, _ in used):
-            on_note(f"{candidate.name} has no part in this run: no layer fits or none is left")
+    assignments = _assign(
+        candidates, dtypes, manifest.spec, config, microbatch_size, num_microbatches
+    )
+    used = [
+        Part(candidate=candidates[a.device], stage=a.stage, memory_bytes=a.needed_bytes)
+        for a in assignments
+    ]
+    note_left_out(candidates, used, on_note, why="no layer fits or none is left")
     if num_microbatches < len(used):
         on_note(
             f"{num_microbatches} microbatches are fewer than the {len(used)} stages: devices "
             f"will wait for each other; a larger --batch-size helps"
         )
+    return plan_of(
+        used,
+        config,
+        manifest,
+        cluster=cluster,
+        microbatch_size=microbatch_size,
+        adapter_init=adapter_init,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a candidate gets: its layers, and the bytes that they are reckoned to need."""
+
+    candidate: Candidate
+    stage: StageSpec
+    memory_bytes: int = 0  # unknown
+
+    @classmethod
+    def of(cls, candidate: Candidate, start: int, count: int, rank: int, num_ranks: int) -> Part:
+        """Give `count` layers from `start` on, with the ends that the place in the ring brings."""
+        stage = StageSpec(
+            start=start,
+            end=start + count,
+            embedding=rank == 0,
+            head=rank == num_ranks - 1,
+        )
+        return cls(candidate=candidate, stage=stage)
+
+
+def note_left_out(
+    candidates: Sequence[Candidate],
+    used: Sequence[Part],
+    on_note: Callable[[str], None],
+    *,
+    why: str,
+) -> None:
+    taken = {part.candidate.key for part in used}
+    for candidate in candidates:
+        if candidate.key not in taken:
+            on_note(f"{candidate.name} has no part in this run: {why}")
+
+
+def plan_of(
+    parts: Sequence[Part],
+    config: TrainConfig,
+    manifest: ModelManifest,
+    *,
+    cluster: str,
+    microbatch_size: int,
+    adapter_init: str = "zero",
+) -> Plan:
+    """Write the plan of a new run: rank by rank, as decided."""
+    spec = manifest.spec
+    dtypes = [compute_dtype(part.candidate, config.dtype) for part in parts]
     return Plan(
         cluster=cluster,
         run_id=secrets.token_hex(8),
@@ -97,11 +180,14 @@ def make_plan(
         model_hash=manifest.model_hash,
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
-        ranks=tuple(_rank(index, *entry) for index, entry in enumerate(used)),
+        ranks=tuple(
+            _rank(index, part, dtype)
+            for index, (part, dtype) in enumerate(zip(parts, dtypes, strict=True))
+        ),
         pipeline_schedule=config.pipeline_schedule,
         microbatch_size=microbatch_size,
         max_seq_length=config.max_seq_length,
-        wire_dtype=wire_dtype([dtype for _, dtype, _ in used], config.wire_dtype),
+        wire_dtype=wire_dtype(dtypes, config.wire_dtype),
         lora=config.lora,
         optimizer=config.optimizer,
         seed=config.seed,
@@ -184,13 +270,14 @@ def _assign(
     )
 
 
-def _rank(index: int, candidate: Candidate, dtype: str, assignment: StageAssignment) -> RankPlan:
+def _rank(index: int, part: Part, dtype: str) -> RankPlan:
     return RankPlan(
         rank=index,
-        node_id=candidate.node_id,
-        name=candidate.name,
-        backend=candidate.backend,
-        device=candidate.device,
+        node_id=part.candidate.node_id,
+        name=part.candidate.name,
+        backend=part.candidate.backend,
+        device=part.candidate.device,
         compute_dtype=dtype,
-        stage=assignment.stage,
+        stage=part.stage,
+        memory_bytes=part.memory_bytes,
     )

@@ -9,7 +9,7 @@ import exo_train
 from exo_train.cluster.hardware import MAX_OVERRIDE_FACTOR
 from exo_train.errors import ProtocolError
 from exo_train.identity import is_node_id
-from exo_train.peer import Address, DeviceFacts, NodeId, has_control_characters
+from exo_train.peer import Address, ComputeDevice, DeviceFacts, NodeId, has_control_characters
 from exo_train.train.messages import from_endpoints, to_endpoints
 from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb import handshake_pb2
@@ -23,6 +23,7 @@ MAX_TEXT_CHARS = 200
 MAX_ENDPOINTS = 32
 MAX_DTYPES = 8
 MAX_LINKS = 64
+MAX_MORE_DEVICES = 16
 MAX_FACTS_BYTES = 64 << 10  # they are told on to all others
 
 
@@ -72,20 +73,23 @@ def to_node_facts(own: Introduction) -> pb.NodeFacts:
         run=own.run,
         unreachable=own.unreachable,
         links=own.links,
+        more_devices=[_to_compute_device(device) for device in facts.more_devices],
     )
 
 
 def from_node_facts(message: pb.NodeFacts) -> Introduction:
     """Read what a device says of itself; raises ProtocolError when it makes no sense."""
-    texts = (message.name, message.backend, message.device, message.chip, message.version)
+    texts = (message.name, message.backend, message.version, message.instance)
+    devices: list[pb.NodeFacts | pb.ComputeDevice] = [message, *message.more_devices]
     if (
         message.ByteSize() > MAX_FACTS_BYTES
         or not is_node_id(message.node_id)
-        or any(not _is_shown(text) for text in (*texts, *message.dtypes, message.instance))
-        or len(message.dtypes) > MAX_DTYPES
+        or any(not _is_shown(text) for text in texts)
         or len(message.endpoints) > MAX_ENDPOINTS
         or len(message.links) > MAX_LINKS
-        or message.usable_memory_bytes > message.memory_bytes * MAX_OVERRIDE_FACTOR
+        or len(message.more_devices) > MAX_MORE_DEVICES
+        or not all(_is_possible(device) for device in devices)
+        or len({device.device for device in devices}) < len(devices)
         or not _makes_sense(message.run)
     ):
         raise ProtocolError("a device sent facts about itself that make no sense")
@@ -100,6 +104,7 @@ def from_node_facts(message: pb.NodeFacts) -> Introduction:
         usable_memory_bytes=message.usable_memory_bytes,
         dtypes=tuple(message.dtypes),
         version=message.version,
+        more_devices=tuple(_from_compute_device(device) for device in message.more_devices),
     )
     return Introduction(
         facts=facts,
@@ -109,6 +114,36 @@ def from_node_facts(message: pb.NodeFacts) -> Introduction:
         run=message.run if message.HasField("run") else None,
         unreachable=message.unreachable,
         links=tuple(message.links),
+    )
+
+
+def _to_compute_device(device: ComputeDevice) -> pb.ComputeDevice:
+    return pb.ComputeDevice(
+        device=device.device,
+        chip=device.chip,
+        memory_bytes=device.memory_bytes,
+        free_memory_bytes=device.free_memory_bytes,
+        usable_memory_bytes=device.usable_memory_bytes,
+        dtypes=device.dtypes,
+    )
+
+
+def _from_compute_device(message: pb.ComputeDevice) -> ComputeDevice:
+    return ComputeDevice(
+        device=message.device,
+        chip=message.chip,
+        memory_bytes=message.memory_bytes,
+        free_memory_bytes=message.free_memory_bytes,
+        usable_memory_bytes=message.usable_memory_bytes,
+        dtypes=tuple(message.dtypes),
+    )
+
+
+def _is_possible(device: pb.NodeFacts | pb.ComputeDevice) -> bool:
+    return (
+        all(_is_shown(text) for text in (device.device, device.chip, *device.dtypes))
+        and len(device.dtypes) <= MAX_DTYPES
+        and device.usable_memory_bytes <= device.memory_bytes * MAX_OVERRIDE_FACTOR
     )
 
 

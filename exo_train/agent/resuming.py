@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from exo_train.config import TrainConfig
-from exo_train.errors import ConfigError
+from exo_train.errors import ConfigError, ProtocolError
+from exo_train.plan.plan import Plan
 from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
-from exo_train.train.rundir import SUMMARY_FILE, RunDir
+from exo_train.train.rundir import PLAN_FILE, SUMMARY_FILE, RunDir
 
 # What may differ when a run is resumed: where it runs, not what it computes.
-RESUME_MAY_CHANGE = ("devices", "min_devices", "device_wait_s", "save_every", "step_timeout_s")
+RESUME_MAY_CHANGE = (
+    "devices", "min_devices", "device_wait_s", "layers", "profile_s", "save_every",
+    "step_timeout_s",
+)  # fmt: skip
 # Paths: their contents are compared instead.
 NOT_COMPARED = (*RESUME_MAY_CHANGE, "model", "data", "run_dir")
 
@@ -59,6 +63,17 @@ def newest(run: Path, *, on_note: Callable[[str], None]) -> Checkpoint | None:
         f"from {run}"
     )
     return checkpoint
+
+
+def plan_before(run: Path, *, on_note: Callable[[str], None]) -> Plan | None:
+    """Give the plan that the run had; None: it never had one, or it cannot be read."""
+    try:
+        return Plan.from_json((run / PLAN_FILE).read_text("utf-8"))
+    except OSError:
+        return None
+    except (ProtocolError, UnicodeDecodeError) as error:
+        on_note(f"the run is planned anew: {PLAN_FILE} of before cannot be read ({error})")
+        return None
 
 
 def check_same(checkpoint: Checkpoint, state: dict[str, Any]) -> None:

@@ -42,6 +42,7 @@ class WorkerSettings:
     home: Path
     logs: Path
     backends: tuple[str, ...]
+    devices: Mapping[str, bool]  # by name: whether the user said how much memory it gives
     own_models: Mapping[str, str]  # by run id: path of the model, when it lies on this device
 
 
@@ -153,12 +154,19 @@ def check_prepare(settings: WorkerSettings, first: pb.RunMessage) -> None:
         raise ProtocolError(f"{settings.name} is not the device that the plan means")
     if first.prepare.backend not in settings.backends:
         raise ProtocolError(f"{settings.name} has no backend '{first.prepare.backend}'")
+    if first.prepare.device not in settings.devices:
+        raise ProtocolError(
+            f"{settings.name} has no device '{first.prepare.device}'; it offers "
+            f"{', '.join(settings.devices)}"
+        )
 
 
 def _arguments(settings: WorkerSettings, first: pb.RunMessage) -> list[str]:
     arguments = ["--home", str(settings.home)]
     if first.run_id in settings.own_models:
         arguments += ["--model", settings.own_models[first.run_id]]
+    if settings.devices[first.prepare.device]:
+        arguments.append("--trust-memory")
     for host in settings.listen_hosts:
         arguments += ["--listen", host]
     for host in settings.hosts:

@@ -7,6 +7,7 @@ caller's certificate. gRPC's statuses are made here and in `local_service`, nowh
 from __future__ import annotations
 
 import ipaddress
+import json
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NoReturn
@@ -15,12 +16,14 @@ import grpc
 
 from exo_train.agent.admissions import Admissions
 from exo_train.agent.meeting import Meeting
+from exo_train.agent.profiles import Profiles
 from exo_train.agent.protocol import MAX_ENDPOINTS
 from exo_train.agent.run_session import RunSession, WorkerSettings
 from exo_train.cluster.interfaces import all_dialable, local_addresses, without_zone
 from exo_train.errors import ExoTrainError, ProtocolError
 from exo_train.peer import Address, NodeId
-from exo_train.train.messages import from_endpoints
+from exo_train.plan.block_times import ProfileRequest
+from exo_train.train.messages import from_endpoints, to_failure
 from exo_train.transport.reach import Reach, reach_all
 from exo_train.transport.tls import Gate, caller_id, host_of
 from exo_train.wire.pb import control_pb2 as pb
@@ -56,10 +59,12 @@ class ControlService(ControlServicer):
         admissions: Admissions,
         gate: Gate,
         settings: Callable[[], WorkerSettings],
+        profiles: Profiles,
     ) -> None:
         self._meeting = meeting
         self._admissions = admissions
         self._gate = gate
+        self._profiles = profiles
         self._settings = settings
         self._sessions: list[RunSession] = []
         self._lock = threading.Lock()
@@ -102,6 +107,19 @@ class ControlService(ControlServicer):
             outcomes=[tried.get(address, pb.DIAL_OUTCOME_UNSPECIFIED) for address in wanted]
         )
 
+    def Profile(self, request: pb.ProfileRequest, context: grpc.ServicerContext) -> pb.ProfileReply:
+        try:
+            wanted = ProfileRequest.from_json(request.json, place="a request for a profile")
+        except ExoTrainError as error:
+            self._refuse_malformed(context, error)
+        try:
+            times, from_cache = self._profiles.answer(
+                wanted, fresh=request.fresh, is_wanted=context.is_active
+            )
+        except ExoTrainError as error:
+            return pb.ProfileReply(failure=to_failure(error))
+        return pb.ProfileReply(json=json.dumps(times.to_fields()), from_cache=from_cache)
+
     def Run(
         self, request_iterator: Iterator[pb.RunMessage], context: grpc.ServicerContext
     ) -> Iterator[pb.RunMessage]:
@@ -142,10 +160,12 @@ class ControlService(ControlServicer):
             session.stop()
 
     def close(self) -> None:
+        """End what others have begun here: ranks of runs, and a layer's timing."""
         with self._lock:
             sessions = list(self._sessions)
         for session in sessions:
             session.stop()
+        self._profiles.close()
 
     def _open(self, first: pb.RunMessage, context: grpc.ServicerContext) -> RunSession:
         settings, driver = self._settings(), caller_id(context)  # before the lock: they may ask us

@@ -14,7 +14,7 @@ from exo_train.agent.protocol import Introduction
 from exo_train.cluster.home import RememberedPeer
 from exo_train.cluster.link_facts import PairLink
 from exo_train.cluster.member import DEAD_AFTER_S, Member, MemberState
-from exo_train.peer import Address, DeviceFacts, NodeId, short_id
+from exo_train.peer import Address, ComputeDevice, DeviceFacts, NodeId, short_id
 from exo_train.wire.pb import control_pb2 as pb
 
 STATUS_SCHEMA = 1
@@ -35,12 +35,12 @@ def describe(
 ) -> dict[str, Any]:
     """Give the contract's `status --json`; members are in id order, this device included."""
     now_s = meeting.now_s()
-    members = [_member(own, own.addresses, state="alive", age_s=age_s)]
+    members = [member_row(own, own.addresses, state="alive", age_s=age_s)]
     skews_s = meeting.noticed.skews_s()
     for member in meeting.members():
         told = meeting.told(member.facts.node_id)
         if told is not None:
-            row = _member(
+            row = member_row(
                 told,
                 _in_order(member),
                 state=member.state.value,
@@ -70,7 +70,7 @@ def describe(
     }
 
 
-def _member(
+def member_row(
     told: Introduction,
     addresses: tuple[Address, ...],
     *,
@@ -78,6 +78,7 @@ def _member(
     age_s: float,
     slow: bool = False,
 ) -> dict[str, Any]:
+    """Give one entry of `members`; its memory is the first device's."""
     facts = told.facts
     return {
         "id": facts.node_id,
@@ -88,16 +89,24 @@ def _member(
         "unreachable": told.unreachable,
         "waiting": "",
         "backend": facts.backend,
-        "device": facts.device,
-        "chip": facts.chip,
-        "memory_bytes": facts.memory_bytes,
-        "free_memory_bytes": facts.free_memory_bytes,
-        "usable_memory_bytes": facts.usable_memory_bytes,
-        "dtypes": list(facts.dtypes),
+        **_device(facts),
+        "more_devices": [_device(device) for device in facts.more_devices],
         "version": facts.version,
         "clock_skew_s": 0.0,
         "addresses": [str(address) for address in addresses],
         "run": _run_of(told.run),
+    }
+
+
+def _device(device: DeviceFacts | ComputeDevice) -> dict[str, Any]:
+    """Give one processor; memory is its own, of no other."""
+    return {
+        "device": device.device,
+        "chip": device.chip,
+        "memory_bytes": device.memory_bytes,
+        "free_memory_bytes": device.free_memory_bytes,
+        "usable_memory_bytes": device.usable_memory_bytes,
+        "dtypes": list(device.dtypes),
     }
 
 
@@ -115,7 +124,7 @@ def _away(node_id: NodeId, names: Mapping[NodeId, str], *, age_s: float) -> dict
         version="",
     )
     told = Introduction(facts=facts, incarnation=0, instance="", addresses=())
-    return {**_member(told, (), state=AWAY, age_s=age_s), "clock_skew_s": None}
+    return {**member_row(told, (), state=AWAY, age_s=age_s), "clock_skew_s": None}
 
 
 def _in_order(member: Member) -> tuple[Address, ...]:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from exo_train.agent.driver import Narrator, OpenedModel, open_for_run, open_ring, own_tls
 from exo_train.agent.local_client import LocalClient, own_agent
 from exo_train.agent.members import wait_candidates
+from exo_train.agent.opening import Narrator, OpenedModel, open_for_run, open_ring, own_tls
 from exo_train.agent.planning import Candidate, make_plan, ring_order
 from exo_train.backends.base import Arrays
 from exo_train.cluster.home import Home

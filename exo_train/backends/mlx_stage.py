@@ -265,6 +265,7 @@ class MlxStage:
             self._optimizer.state[name] = {"m": first, "v": second}
 
     def peak_memory_bytes(self) -> int:
+        """Give the allocator's peak on a GPU, the process' largest resident size on a CPU."""
         return mx.get_peak_memory() if self._device == "gpu" else peak_process_bytes()
 
     def start_decoding(self) -> Callable[[list[int]], np.ndarray]:

@@ -276,6 +276,10 @@ class TorchStage:
         self._set_moments(chosen, num_updates=int(arrays["step"]))
 
     def peak_memory_bytes(self) -> int:
+        """Give the process' largest resident size on a CPU, the allocator's peak on CUDA.
+
+        The latter leaves out the context and freed blocks that the allocator keeps.
+        """
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return peak_process_bytes()

@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from exo_train.agent.driver import Narrator
 from exo_train.agent.generation import Generator
+from exo_train.agent.live_report import live_report
+from exo_train.agent.opening import Narrator
 from exo_train.agent.verification import NUM_MICROBATCHES, NUM_POSITIONS, verify
-from exo_train.agent.what_if import plan_report
+from exo_train.agent.what_if import what_if_report
 from exo_train.cluster.home import open_home
 from exo_train.config import TrainConfig
 from exo_train.demo.scenario import DemoOptions, run_demo
@@ -27,7 +28,7 @@ def register(app: typer.Typer) -> None:
         epilog="Example: exo-train generate runs/2026-11-30-201500 --prompt 'Who are you?'"
     )(generate)
     app.command("verify", epilog="Example: exo-train verify ./llama-3.2-1b")(verify_command)
-    app.command("plan", epilog="Example: exo-train plan ./llama-3.1-8b --devices house.yaml")(
+    app.command("plan", epilog="Example: exo-train plan ./llama-3.1-8b --data chats.jsonl")(
         plan_command
     )
     app.command("demo", epilog="Example: exo-train demo --run-dir ./demo-run")(demo_command)
@@ -113,8 +114,9 @@ def plan_command(
         typer.Argument(help="Model directory, config.json, .gguf or hub id; no weights needed."),
     ],
     devices: Annotated[
-        Path, typer.Option(help="YAML: devices by preset or measured times, and links.")
-    ],
+        Path | None,
+        typer.Option(help="YAML of devices instead of those here: presets or times, and links."),
+    ] = None,
     data: Annotated[
         str, typer.Option(help="Rows to train on, as for train: says how long an epoch takes.")
     ] = "",
@@ -122,14 +124,24 @@ def plan_command(
     microbatch_size: Annotated[int, typer.Option(min=0, help="0: chosen.")] = 0,
     max_seq_length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 512,
     rank: Annotated[int, typer.Option(min=1, help="LoRA rank.")] = 8,
-    dtype: Annotated[str, typer.Option(help="Of the frozen base; auto: bf16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Of the frozen base; auto: each device's own, bf16 with --devices.")
+    ] = "auto",
     checkpoint_activations: Annotated[bool, typer.Option(help="Recompute layers.")] = False,
+    min_devices: Annotated[
+        int, typer.Option(min=1, help="Wait for so many, else exit 3; all take part.")
+    ] = 1,
+    profile_s: Annotated[
+        float, typer.Option(help="Seconds to time a layer on each device that is here.")
+    ] = 3.0,
+    fresh: Annotated[bool, typer.Option(help="Measure again what is known already.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say who would get which layers, how fast that would be, and whether a ring is worth it.
 
-    For devices described in a file, owned or not: nothing is loaded and no device is asked. See
-    docs/planner.md for the file. Speeds of presets are makers' peaks halved, not measurements.
+    Each device that is here times one layer of the model with random weights: only the model's
+    config is needed. With --devices it is about devices in a file, owned or not, and nobody is
+    asked; speeds of presets are makers' peaks halved, not measurements. See docs/planner.md.
     """
     options = {
         "model": model,
@@ -140,13 +152,24 @@ def plan_command(
         "rank": rank,
         "dtype": dtype,
         "checkpoint_activations": checkpoint_activations,
+        "min_devices": min_devices,
+        "profile_s": profile_s,
     }
     config = TrainConfig.from_mapping(options, source="command line")
-    report = plan_report(open_home(), config, devices)
+    report = (
+        live_report(open_home(), config, on_note=_note, fresh=fresh)
+        if devices is None
+        else what_if_report(open_home(), config, devices)
+    )
     if as_json:
         typer.echo(json.dumps(report, allow_nan=False))
         return
     Console().print(plan_screen(report))
+
+
+def _note(text: str) -> None:
+    """Say what is going on beside the result, which may be JSON."""
+    Console(stderr=True).print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 def demo_command(

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from exo_train.agent.driver import Narrator, Outcome, train
+from exo_train.agent.driver import Outcome, train
+from exo_train.agent.opening import Narrator
 from exo_train.agent.resuming import resumed_options
 from exo_train.agent.yaml_file import read_mapping
 from exo_train.cluster.home import open_home
@@ -49,6 +50,9 @@ def train_command(
     resume: Annotated[
         Path | None, typer.Option(help="Go on with an earlier run's directory.")
     ] = None,
+    replan: Annotated[
+        bool, typer.Option(help="With --resume: measure and split anew; else the split is kept.")
+    ] = False,
     steps: Annotated[int | None, typer.Option(help="Optimizer updates; default: --epochs.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data (1).")] = None,
     batch_size: Annotated[
@@ -101,12 +105,19 @@ def train_command(
         int | None, typer.Option(help="Steps between checkpoints; 0: at the end (20).")
     ] = None,
     min_devices: Annotated[
-        int | None, typer.Option(help="Wait for so many, else exit 3 (1).")
+        int | None, typer.Option(help="Wait for so many, else exit 3; all take part (1).")
     ] = None,
     device_wait_s: Annotated[
         float | None, typer.Option(help="How long to wait for devices, seconds (30).")
     ] = None,
     devices: Annotated[str | None, typer.Option(help="Use just these: NAME,NAME.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Your own split in ring order, NAME:COUNT,NAME:COUNT.")
+    ] = None,
+    profile_s: Annotated[
+        float | None,
+        typer.Option(help="Seconds to time a layer on each device; 0: split by memory (3)."),
+    ] = None,
     run_dir: Annotated[str | None, typer.Option(help="Where results go; must be empty.")] = None,
     step_timeout_s: Annotated[
         float | None, typer.Option(help="Longest wait within a step, seconds (600).")
@@ -115,9 +126,11 @@ def train_command(
 ) -> None:
     """Fine-tune MODEL with LoRA on all devices of the cluster, or on those you name."""
     given = {k: v for k, v in locals().items() if v is not None and k in _FIELDS}
+    if replan and resume is None:
+        raise ConfigError("--replan is for --resume RUN: a new run is planned anyway")
     options = read_options(config, given, resume=resume)
     screen = make_screen(as_json=as_json)
-    outcome = run_training(options, screen, resume=resume)
+    outcome = run_training(options, screen, resume=resume, replan=replan)
     if as_json:
         typer.echo(
             json.dumps(
@@ -150,7 +163,13 @@ def read_options(
     return options
 
 
-def run_training(options: TrainConfig, screen: RunScreen, *, resume: Path | None = None) -> Outcome:
+def run_training(
+    options: TrainConfig,
+    screen: RunScreen,
+    *,
+    resume: Path | None = None,
+    replan: bool = False,
+) -> Outcome:
     """Train with a screen; the first Ctrl-C stops after the step, the second at once."""
     stop = _StopOnSignal()
     watcher = Watcher(
@@ -162,7 +181,14 @@ def run_training(options: TrainConfig, screen: RunScreen, *, resume: Path | None
     narrator = Narrator(on_note=screen.note, on_plan=screen.plan)
     with stop:
         try:
-            return train(open_home(), options, watcher=watcher, narrator=narrator, resume=resume)
+            return train(
+                open_home(),
+                options,
+                watcher=watcher,
+                narrator=narrator,
+                resume=resume,
+                replan=replan,
+            )
         finally:
             screen.close()
 

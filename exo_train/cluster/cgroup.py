@@ -5,7 +5,7 @@ Owns the reading of both layouts. Must not decide how much memory to use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,17 +19,49 @@ class MemoryLimit:
     free_bytes: int  # what the group may still take; file cache that can be dropped counts as free
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Count:
+    """Files of one count of memory: what may be taken, what is; and a line of memory.stat.
+
+    `hierarchical` is the tightest limit of this group and those above, which a container's own
+    mount does not show.
+    """
+
+    limits: tuple[str, ...]
+    usage: str
+    hierarchical: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
     """File names of one version, as in the kernel's cgroup-v1/memory and cgroup-v2 documents."""
 
-    limit: str
-    usage: str
+    counts: tuple[_Count, ...]
     droppable: str  # the line of memory.stat
 
 
-_V1 = _Layout("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Layout("memory.max", "memory.current", "inactive_file")
+_V1 = _Layout(
+    counts=(
+        _Count(
+            limits=("memory.limit_in_bytes",),
+            usage="memory.usage_in_bytes",
+            hierarchical="hierarchical_memory_limit",
+        ),
+        # Memory and swap together; only there when the kernel accounts for swap.
+        _Count(
+            limits=("memory.memsw.limit_in_bytes",),
+            usage="memory.memsw.usage_in_bytes",
+            hierarchical="hierarchical_memsw_limit",
+        ),
+    ),
+    droppable="total_inactive_file",
+)
+# Above memory.high nothing is killed, but each allocation waits until something was swapped out.
+# Swap has a limit of its own (memory.swap.max), and is no memory to plan with.
+_V2 = _Layout(
+    counts=(_Count(limits=("memory.max", "memory.high"), usage="memory.current"),),
+    droppable="inactive_file",
+)
 
 
 def read_memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
@@ -38,9 +70,7 @@ def read_memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
     `root` is the directory that holds proc and sys.
     """
     limits = [limit for group, layout in _groups(root) if (limit := _read(group, layout))]
-    if not limits:
-        return None
-    return MemoryLimit(min(m.limit_bytes for m in limits), min(m.free_bytes for m in limits))
+    return _tightest(limits)
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Layout]]:
@@ -62,16 +92,29 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Layout]]:
 
 
 def _read(group: Path, layout: _Layout) -> MemoryLimit | None:
-    limit = _text(group / layout.limit).strip()
-    if not limit.isdecimal() or int(limit) >= _UNLIMITED_BYTES:
+    stat = dict(line.partition(" ")[::2] for line in _text(group / "memory.stat").splitlines())
+    droppable_bytes = _number(stat.get(layout.droppable, "")) or 0
+    found = []
+    for count in layout.counts:
+        texts = [*(_text(group / name) for name in count.limits), stat.get(count.hierarchical, "")]
+        limits_bytes = [limit for text in texts if (limit := _number(text)) is not None]
+        limit_bytes = min(limits_bytes, default=_UNLIMITED_BYTES)
+        if limit_bytes < _UNLIMITED_BYTES:
+            used_bytes = (_number(_text(group / count.usage)) or 0) - droppable_bytes
+            found.append(MemoryLimit(limit_bytes, max(0, limit_bytes - max(0, used_bytes))))
+    return _tightest(found)
+
+
+def _tightest(limits: Sequence[MemoryLimit]) -> MemoryLimit | None:
+    if not limits:
         return None
-    usage = _text(group / layout.usage).strip()
-    used_bytes = int(usage) if usage.isdecimal() else 0
-    for line in _text(group / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name == layout.droppable and value.isdecimal():
-            used_bytes -= int(value)
-    return MemoryLimit(int(limit), max(0, int(limit) - max(0, used_bytes)))
+    return MemoryLimit(min(m.limit_bytes for m in limits), min(m.free_bytes for m in limits))
+
+
+def _number(text: str) -> int | None:
+    """Read a count of bytes; None for "max", for what is missing or cannot be read."""
+    text = text.strip()
+    return int(text) if text.isdecimal() else None
 
 
 def _text(path: Path) -> str:

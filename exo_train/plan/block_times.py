@@ -115,7 +115,8 @@ class BlockTimes:
     `overhead_s` is what any stage adds, `layer_update_s` a layer's share of what is done once a
     step (clearing gradients, norm, AdamW). `slowdown` is the median call over the fastest one: 1
     on a quiet device. `memory` is None on a device too slow to measure it in time; there
-    `overhead_s` is part of the layer, and looking up the embedding costs nothing.
+    `overhead_s` is part of the layer, and looking up the embedding costs nothing. `process_bytes`
+    is what a process with this framework takes before it holds a model; 0: not measured.
     """
 
     layer_forward_s: float
@@ -126,6 +127,7 @@ class BlockTimes:
     num_repetitions: int
     ends: EndTimes | None = None
     memory: BlockMemory | None = None
+    process_bytes: int = 0
 
     @property
     def layer_s(self) -> float:
@@ -156,6 +158,8 @@ class BlockTimes:
     @classmethod
     def from_fields(cls, value: object, *, place: str) -> BlockTimes:
         """Read `to_fields` from a file or another process; raises ProtocolError."""
+        if isinstance(value, dict):
+            value = {"process_bytes": 0, **value}  # as older releases stored it
         with Fields(value, place) as fields:
             ends = fields.each("ends", most=1, read=_read_ends)
             memory = fields.each("memory", most=1, read=_read_memory)
@@ -168,6 +172,7 @@ class BlockTimes:
                 num_repetitions=fields.whole("num_repetitions", low=1),
                 ends=ends[0] if ends else None,
                 memory=memory[0] if memory else None,
+                process_bytes=fields.whole("process_bytes", low=0, high=MAX_BYTES),
             )
 
 

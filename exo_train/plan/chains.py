@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from exo_train.plan.memory import LayerCost
 from exo_train.plan.partition import gpipe_depth, one_f_one_b_depth
-from exo_train.plan.profiles import DeviceProfile, Household, LinkProfile, Workload
+from exo_train.plan.profiles import DeviceProfile, Household, LinkProfile, StageCosts, Workload
 from exo_train.plan.step_time import FORWARD_SHARE, Wire
 
 Floats = npt.NDArray[np.float64]
@@ -35,7 +35,7 @@ class Estimates:
 
     `period_s` is the largest of stage times, message times on one wire, and their sum on one
     shared medium: no schedule can be faster. `steady_s` is what the schedule settles to, `step_s`
-    the time of all microbatches.
+    the time of all microbatches and of the update after them.
     """
 
     missing_layers: Ints
@@ -70,6 +70,7 @@ class Chains:
             np.where(media == name, self.serial_s, 0) + np.where(media == name, self.serial_s, 0).T
             for name in sorted(set(media.flat) - {""})
         ]
+        self.layer_update_s = np.array([device.layer_update_s for device in self.devices])
         self.stage_s = np.array([_stage_times(d, self.num_layers) for d in self.devices])
         self.periods_s = np.unique(self.stage_s[..., 1:])
         self.layers_in_time = np.array(
@@ -84,17 +85,20 @@ class Chains:
         self._layers_in_memory: dict[int, Ints] = {}
 
     def estimate(self, chains: Ints) -> Estimates:
-        """Judge chains of one length by the split with the smallest period.
+        """Judge chains of one length by the split with the smallest period."""
+        return self.judge(chains, self.splits(chains))
+
+    def judge(self, chains: Ints, counts: Ints) -> Estimates:
+        """Judge chains with `counts` decoder layers by (chain, rank).
 
         1F1B waits because rank i holds only P - i microbatches: forwards and backwards of
         neighbouring ranks i..j make a cycle that takes their stage times and their hops' round
         trips, and moves on by j - i + 1 microbatches (derived; with delays alone there are no
         other cycles). GPipe does all forwards first, so its two ways never overlap. A step is the
-        way of one microbatch and then a period for each other.
+        way of one microbatch, then a period for each other, then the longest update.
         """
         hops = (chains[:, :-1], chains[:, 1:])
         back = (hops[1], hops[0])
-        counts = self.splits(chains)
         missing = self.num_layers - counts.sum(axis=1) + (counts < 1).sum(axis=1)
         media_s = [table[hops].sum(axis=1, keepdims=True) for table in self.on_medium_s]
         compute_s = self._times(chains, counts)
@@ -110,7 +114,7 @@ class Chains:
         steady_s = np.maximum(period_s, pace_s)
         repeats = self.workload.num_microbatches - 1
         step_s = np.where(possible, steady_s, 0.0) * repeats
-        step_s += compute_s.sum(axis=1) + round_trips_s.sum(axis=1)
+        step_s += compute_s.sum(axis=1) + round_trips_s.sum(axis=1) + self.update_s(chains, counts)
         return Estimates(
             missing_layers=missing,
             period_s=period_s,
@@ -134,6 +138,10 @@ class Chains:
             counts[rows, times_s[rows].argmax(axis=1)] -= 1
         return counts
 
+    def update_s(self, chains: Ints, counts: Ints) -> Floats:
+        """Give what follows a step's last backward: all ranks update at once."""
+        return np.asarray((counts * self.layer_update_s[chains]).max(axis=1))
+
     def stage_times(self, chain: Ints, counts: Ints) -> list[float]:
         return [float(time_s) for time_s in self._times(chain[None, :], counts[None, :])[0]]
 
@@ -145,28 +153,30 @@ class Chains:
             medium=link.medium,
         )
 
-    def memory_bytes(self, rank: int, num_ranks: int, num_layers: int) -> int:
-        """Give what a stage needs; the formula is that of `partition`."""
-        fixed_bytes, layer_bytes = stage_bytes(self.workload, rank, num_ranks)
+    def memory_bytes(self, device: int, rank: int, num_ranks: int, num_layers: int) -> int:
+        """Give what a stage needs on `device`; the formula is that of `partition`."""
+        costs = self.workload.costs_of(self.devices[device])
+        fixed_bytes, layer_bytes = stage_bytes(self.workload, costs, rank, num_ranks)
         return fixed_bytes + num_layers * layer_bytes
 
     def _caps(self, num_ranks: int) -> Ints:
         """Tabulate by (rank, device) the most decoder layers that fit in memory."""
         if num_ranks not in self._layers_in_memory:
-            rows = []
-            for rank in range(num_ranks):
-                fixed_bytes, layer_bytes = stage_bytes(self.workload, rank, num_ranks)
-                free = [device.usable_bytes - fixed_bytes for device in self.devices]
-                rows.append(
-                    [
-                        max(0, min(self.num_layers, bytes_ // layer_bytes))
-                        if layer_bytes
-                        else (self.num_layers if bytes_ >= 0 else 0)
-                        for bytes_ in free
-                    ]
-                )
-            self._layers_in_memory[num_ranks] = np.array(rows)
+            self._layers_in_memory[num_ranks] = np.array(
+                [
+                    [self._most_in_memory(device, rank, num_ranks) for device in self.devices]
+                    for rank in range(num_ranks)
+                ]
+            )
         return self._layers_in_memory[num_ranks]
+
+    def _most_in_memory(self, device: DeviceProfile, rank: int, num_ranks: int) -> int:
+        costs = self.workload.costs_of(device)
+        fixed_bytes, layer_bytes = stage_bytes(self.workload, costs, rank, num_ranks)
+        free_bytes = device.usable_bytes - fixed_bytes
+        if free_bytes < 0:
+            return 0
+        return min(self.num_layers, free_bytes // layer_bytes) if layer_bytes else self.num_layers
 
     def _most_layers(self, chains: Ints, index: Ints) -> Ints:
         """Give by (chain, rank) what memory allows of one layer and more in periods_s[index]."""
@@ -202,12 +212,13 @@ def depth(workload: Workload, rank: int, num_ranks: int) -> int:
     return rule(workload.num_microbatches)(rank, num_ranks)
 
 
-def stage_bytes(workload: Workload, rank: int, num_ranks: int) -> tuple[int, int]:
+def stage_bytes(
+    workload: Workload, costs: StageCosts, rank: int, num_ranks: int
+) -> tuple[int, int]:
     """Give what a stage needs before its first decoder layer, and for each."""
     held = depth(workload, rank, num_ranks)
-    embedding, layer, *_, head = workload.costs
-    extra = workload.per_stage
-    parts = [layer] + [embedding] * (rank == 0) + [head] * (rank == num_ranks - 1)
+    layer, head, extra = costs.layer, costs.head, costs.per_stage
+    parts = [layer] + [costs.embedding] * (rank == 0) + [head] * (rank == num_ranks - 1)
     fixed = sum(_held_bytes(part, held) for part in parts[1:])
     fixed += _held_bytes(extra, held) + extra.workspace_bytes
     fixed += max(part.workspace_bytes for part in parts)
@@ -221,13 +232,22 @@ def serial_s(link: LinkProfile, num_bytes: float) -> float:
 
 
 def _stage_times(device: DeviceProfile, num_layers: int) -> Floats:
-    """Tabulate by (embedding, head, number of decoder layers)."""
-    times_s = (device.layer_s, device.embedding_s, device.head_s)
+    """Tabulate by (embedding, head, number of decoder layers).
+
+    Each row grows with the layers, or `layers_in_time` could not be looked up by bisection.
+    """
+    head_layer_s = device.layer_s if device.head_layer_s is None else device.head_layer_s
+    times_s = (
+        *(device.layer_s, head_layer_s, device.embedding_s, device.head_s),
+        *(device.overhead_s, device.layer_update_s),
+    )
     if not all(0 <= time_s < np.inf for time_s in times_s):
         raise ValueError(f"{device.name}: measured times must be finite, got {times_s}")
-    layers_s = device.layer_s * np.arange(num_layers + 1)
+    layers = np.arange(num_layers + 1)
+    inner_s = device.overhead_s + device.layer_s * layers
+    last_s = device.overhead_s + head_layer_s * layers + device.head_s
     return np.array(
-        [[layers_s + e * device.embedding_s + h * device.head_s for h in (0, 1)] for e in (0, 1)]
+        [[inner_s, last_s], [inner_s + device.embedding_s, last_s + device.embedding_s]]
     )
 
 

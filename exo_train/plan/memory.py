@@ -3,10 +3,8 @@
 Pure arithmetic. Symbols: h hidden size, a heads x head_dim, k kv_heads x head_dim, f intermediate
 size, V vocabulary, r adapter rank, n tokens of one microbatch (sequences x positions).
 
-The formulas leave out what a process takes before it holds a model (interpreter, framework, GPU
-context): that belongs in the reserve that a device subtracts from its memory. They follow the
-PyTorch stage. The MLX stage keeps only inputs in flight, but its backward recomputes the stage
-with attention scores in full (heads x sequence more values per token and layer).
+The formulas follow the PyTorch stage and count what is live. What a process, an allocator or
+another backend adds is `device_memory`'s.
 """
 
 from __future__ import annotations
@@ -117,10 +115,9 @@ def pseudo_layer_costs(
         # The final norm keeps its input in fp32, and the gradient found together with the loss
         # waits for its turn in the schedule.
         per_microbatch_bytes=n * shape.hidden_size * (activation_bytes + _FP32_BYTES),
-        # Logits, their fp32 copy and their fp32 gradient.
-        workspace_bytes=min(n, LOGITS_CHUNK_TOKENS)
-        * shape.vocab_size
-        * (activation_bytes + 2 * _FP32_BYTES),
+        # In fp32: the softmax, the loss's gradient at it, and the logits' gradient (derived). The
+        # logits themselves are gone by then.
+        workspace_bytes=min(n, LOGITS_CHUNK_TOKENS) * shape.vocab_size * 3 * _FP32_BYTES,
         tied_bytes=matrix_bytes if shape.tied_embeddings else 0,
     )
     return (embedding, *[layer] * shape.num_layers, head)

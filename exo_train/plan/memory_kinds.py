@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from exo_train.plan.profiles import Workload
+from exo_train.plan.profiles import StageCosts
 from exo_train.plan.stages import StageSpec
 
 
@@ -17,6 +17,7 @@ class MemoryByKind:
 
     A layer's workspace and the logits' chunk are never there together, so only the larger counts
     and the other is 0. `adapters_bytes` has gradients and the optimizer's state in it.
+    `process_bytes` are what the process takes before it holds a model.
     """
 
     weights_bytes: int
@@ -24,6 +25,7 @@ class MemoryByKind:
     activations_bytes: int
     workspace_bytes: int
     logits_bytes: int
+    process_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -33,14 +35,15 @@ class MemoryByKind:
             + self.activations_bytes
             + self.workspace_bytes
             + self.logits_bytes
+            + self.process_bytes
         )
 
 
-def memory_by_kind(workload: Workload, stage: StageSpec, *, in_flight: int) -> MemoryByKind:
+def memory_by_kind(costs: StageCosts, stage: StageSpec, *, in_flight: int) -> MemoryByKind:
     """Split what `stage` needs with `in_flight` microbatches held."""
-    embedding, layer, *_, head = workload.costs
-    extra = workload.per_stage
-    parts = [embedding] * stage.embedding + [layer] * stage.num_layers + [head] * stage.head
+    head, extra = costs.head, costs.per_stage
+    parts = [costs.embedding] * stage.embedding + [costs.layer] * stage.num_layers
+    parts += [head] * stage.head
     adapters_bytes = sum(part.adapter_bytes for part in parts)
     weights_bytes = sum(part.static_bytes for part in parts) - adapters_bytes
     if stage.embedding and stage.head:
@@ -58,6 +61,7 @@ def memory_by_kind(workload: Workload, stage: StageSpec, *, in_flight: int) -> M
         weights_bytes=weights_bytes,
         adapters_bytes=adapters_bytes,
         activations_bytes=in_flight * per_microbatch_bytes,
-        workspace_bytes=workspace_bytes + extra.static_bytes + extra.workspace_bytes,
+        workspace_bytes=workspace_bytes + extra.workspace_bytes,
         logits_bytes=logits_bytes,
+        process_bytes=extra.static_bytes,
     )

@@ -43,14 +43,16 @@ def _divisors(batch_size: int) -> tuple[list[int], list[int]]:
     return every[: len(every) - len(few)], few
 
 
-def choose_size(batch_size: int, problem: Problem) -> tuple[int, tuple[SizeCandidate, ...]]:
+def choose_size(
+    batch_size: int, problem: Problem, *, at_least: int = 1
+) -> tuple[int, tuple[SizeCandidate, ...]]:
     """Choose the size with the shortest step; within 1 % the smallest, which needs least memory.
 
     The smallest size that fits is planned in full; the others only for the device orders that
-    were best there, one for each number of devices: they differ in little else. Raises like
-    `exact_plan` where not even microbatches of one sequence fit.
+    were best there, one for each number of devices: they differ in little else. `at_least` as for
+    `plans_by_size`. Raises like `exact_plan` where not even microbatches of one sequence fit.
     """
-    first, plans = _first_that_fits(batch_size, problem)
+    first, plans = _first_that_fits(batch_size, problem, at_least)
     found = [_candidate(batch_size, first, plans)]
     orders = [plan.devices for plan in plans]
     for size in sizes_to_try(batch_size):
@@ -63,7 +65,9 @@ def choose_size(batch_size: int, problem: Problem) -> tuple[int, tuple[SizeCandi
     return chosen.microbatch_size, tuple(found)
 
 
-def _first_that_fits(batch_size: int, problem: Problem) -> tuple[int, tuple[ExactPlan, ...]]:
+def _first_that_fits(
+    batch_size: int, problem: Problem, at_least: int
+) -> tuple[int, tuple[ExactPlan, ...]]:
     """Plan the smallest size to try, or where memory forbids it the largest below that fits.
 
     More sequences in a microbatch never need less memory, so larger sizes are not worth a try.
@@ -72,10 +76,10 @@ def _first_that_fits(batch_size: int, problem: Problem) -> tuple[int, tuple[Exac
     smaller = [size for size in _divisors(batch_size)[0] if size < first]
     for size in (first, *reversed(smaller[1:])):
         try:
-            return size, plans_by_size(*problem(size))
+            return size, plans_by_size(*problem(size), at_least=at_least)
         except DoesNotFitError:
             continue
-    return 1, plans_by_size(*problem(1))
+    return 1, plans_by_size(*problem(1), at_least=at_least)
 
 
 def _candidate(batch_size: int, size: int, plans: Sequence[ExactPlan]) -> SizeCandidate:

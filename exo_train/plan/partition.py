@@ -3,7 +3,7 @@
 Pure. Must not measure or know formulas: costs and budgets are arguments.
 
 The split minimises the largest load over the used devices; a stage's load is its bytes over the
-device's weight. A plan by measured time needs another `_loads` matrix and nothing else.
+device's weight. It is for splits by memory; those by measured time are `exact`'s.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from exo_train.plan.stages import StageSpec
 InFlight = Callable[[int, int], int]
 Matrix = npt.NDArray[np.float64]
 
-_ADVICE = (
+ADVICE = (
     "use a smaller max_seq_length or microbatch_size, turn on checkpoint_activations, "
     "or add a device"
 )
@@ -238,8 +238,8 @@ def _refusal(split: _Split) -> str:
     )
     if needed > have:
         missing = f"{gigabytes(have)} in all, {gigabytes(needed - have)} too little"
-        return f"{text}: {missing}; {_ADVICE}"
-    return f"{text}: {gigabytes(have)} in all, but {_tightest(split)}; {_ADVICE}"
+        return f"{text}: {missing}; {ADVICE}"
+    return f"{text}: {gigabytes(have)} in all, but {_tightest(split)}; {ADVICE}"
 
 
 def _tightest(split: _Split) -> str:

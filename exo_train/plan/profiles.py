@@ -64,7 +64,7 @@ class Household:
     links: dict[tuple[int, int], LinkProfile] = field(default_factory=dict)
 
     def with_times(self, factor: float) -> Household:
-        """Give the same devices with all their times multiplied."""
+        """Multiply what grows with a microbatch: not the overhead, nor the update of a step."""
         return Household(
             devices=tuple(
                 dataclasses.replace(
@@ -72,6 +72,9 @@ class Household:
                     layer_s=factor * device.layer_s,
                     embedding_s=factor * device.embedding_s,
                     head_s=factor * device.head_s,
+                    head_layer_s=(
+                        None if device.head_layer_s is None else factor * device.head_layer_s
+                    ),
                 )
                 for device in self.devices
             ),
@@ -83,8 +86,9 @@ class Household:
 class Workload:
     """What one step asks of whatever devices do it.
 
-    `costs` are embedding, decoder layers (all alike) and head; `boundary_bytes` is one message,
-    one way; `per_stage` is added to every stage.
+    `costs` are embedding, decoder layers (all alike) and head; `per_stage` is added to every
+    stage; a device with costs of its own has those instead. `boundary_bytes` is one message, one
+    way.
     """
 
     costs: tuple[LayerCost, ...]
@@ -102,3 +106,12 @@ class Workload:
     @property
     def num_layers(self) -> int:
         return len(self.costs) - 2
+
+    @property
+    def stage_costs(self) -> StageCosts:
+        embedding, layer, *_, head = self.costs
+        return StageCosts(embedding=embedding, layer=layer, head=head, per_stage=self.per_stage)
+
+    def costs_of(self, device: DeviceProfile) -> StageCosts:
+        """Give what a stage's parts take on `device`."""
+        return device.costs or self.stage_costs

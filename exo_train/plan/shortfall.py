@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from exo_train.plan.chains import stage_bytes
-from exo_train.plan.profiles import Workload
+from exo_train.plan.partition import gigabytes
+from exo_train.plan.profiles import StageCosts, Workload
 
 Ints = npt.NDArray[np.int64]
 Layers = npt.NDArray[np.int32]
@@ -33,9 +34,18 @@ _NEVER = -(2**24)  # more layers missing than any chain can make up for; 16 of t
 
 
 class Shortfall:
-    """Devices' memory against one workload; devices without memory count as absent."""
+    """Devices' memory against one workload; devices without memory count as absent.
 
-    def __init__(self, usable_bytes: Sequence[int], workload: Workload) -> None:
+    `costs` are what stages take on each of the devices, where that is not what the workload says.
+    """
+
+    def __init__(
+        self,
+        usable_bytes: Sequence[int],
+        workload: Workload,
+        *,
+        costs: Sequence[StageCosts] | None = None,
+    ) -> None:
         self._devices = [i for i, memory in enumerate(usable_bytes) if memory > 0]
         self._usable = np.array([usable_bytes[i] for i in self._devices], dtype=np.int64)
         size = len(self._usable)
@@ -43,14 +53,16 @@ class Shortfall:
             raise ValueError(f"need 1 to {MAX_DEVICES} devices with memory, got {size}")
         self._num_layers = workload.num_layers
         lengths = range(1, min(size, workload.num_layers) + 1)
-        # By (number of ranks - 1, rank); ranks that a chain does not have cost nothing here and
-        # are left out in `_most_layers`.
-        self._fixed = np.zeros((len(lengths), len(lengths)), dtype=np.int64)
+        # By (number of ranks - 1, rank, device); ranks that a chain does not have cost nothing
+        # here and are left out in `_most_layers`.
+        self._fixed = np.zeros((len(lengths), len(lengths), size), dtype=np.int64)
         self._layer = np.zeros_like(self._fixed)
+        costs = costs or [workload.stage_costs] * len(usable_bytes)
         for num_ranks in lengths:
             for rank in range(num_ranks):
-                fixed, layer = stage_bytes(workload, rank, num_ranks)
-                self._fixed[num_ranks - 1, rank], self._layer[num_ranks - 1, rank] = fixed, layer
+                place = (num_ranks - 1, rank)
+                pairs = [stage_bytes(workload, costs[i], rank, num_ranks) for i in self._devices]
+                self._fixed[place], self._layer[place] = zip(*pairs, strict=True)
         masks = np.arange(2**size)
         counts = sum((masks >> device) & 1 for device in range(size))
         # By rank: for each device, the sets of rank + 1 devices that it can be the last of.
@@ -96,8 +108,8 @@ class Shortfall:
         """Give what the tightest device lacks on the best split; 0 when the model fits."""
         if self.fewest_devices() is not None:
             return 0
-        alone = int(self._fixed[0, 0] + self._num_layers * self._layer[0, 0])
-        low, high = 0, alone - int(self._usable.max())  # `high` always suffices
+        alone = self._fixed[0, 0] + self._num_layers * self._layer[0, 0] - self._usable
+        low, high = 0, int(alone.min())  # `high` always suffices
         few = self.num_devices <= MAX_DEVICES_FOR_ALL_BISECTIONS
         for _ in range(MAX_BISECTIONS if few else BISECTIONS_BEYOND):
             middle = (low + high) // 2
@@ -123,8 +135,16 @@ class Shortfall:
 
     def _layers_by_device(self, extra_bytes: int) -> Layers:
         """Tabulate by (number of ranks - 1, rank, device) the most layers in memory."""
-        free = self._usable + extra_bytes - self._fixed[..., None]
-        layer = self._layer[..., None]
-        whole = np.where(layer > 0, free // np.maximum(layer, 1), self._num_layers)
+        free = self._usable + extra_bytes - self._fixed
+        whole = np.where(self._layer > 0, free // np.maximum(self._layer, 1), self._num_layers)
         held = np.where(free >= 0, np.minimum(whole, self._num_layers), 0)
         return np.where(held >= 1, held, _NEVER).astype(np.int32)
+
+
+def lacking(missing_bytes: int, usable_bytes: Sequence[tuple[str, int]]) -> str:
+    """Say how much more devices, by name, need until the model fits."""
+    if len(usable_bytes) == 1:
+        ((name, memory),) = usable_bytes
+        return f"needs {gigabytes(missing_bytes)} more than the {gigabytes(memory)} of {name}"
+    names = ", ".join(f"{name} {gigabytes(memory)}" for name, memory in usable_bytes)
+    return f"needs {gigabytes(missing_bytes)} more on every split (usable: {names})"

@@ -29,11 +29,28 @@ class Wire:
     medium: str = ""
 
 
-def step_time_s(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """`end_s` is when the last action ends, `busy_s` what each rank computes until then.
+
+    `pace_s` is the mean time between the ends of rank 0's backwards; with one microbatch there is
+    none, and it is 0.
+    """
+
+    end_s: float
+    pace_s: float
+    busy_s: tuple[float, ...]
+
+
+def simulate_step(
     schedule: Schedule, stage_s: Sequence[float], up: Sequence[Wire], down: Sequence[Wire]
-) -> float:
-    """Give when the last action ends; `up[i]` goes from rank i to i + 1, `down[i]` back."""
-    return _Simulation(schedule, stage_s, up, down).run()
+) -> SimulatedStep:
+    """Play a step; `up[i]` goes from rank i to i + 1, `down[i]` back."""
+    simulation = _Simulation(schedule, stage_s, up, down)
+    end_s = simulation.run()
+    first_s, *others_s = simulation.backwards_ended_s
+    pace_s = (others_s[-1] - first_s) / len(others_s) if others_s else 0.0
+    return SimulatedStep(end_s=end_s, pace_s=pace_s, busy_s=tuple(simulation.busy_s))
 
 
 class _Simulation:
@@ -49,6 +66,8 @@ class _Simulation:
         self.next_index = [0] * len(schedule)
         self.idle = [True] * len(schedule)
         self.arrived: set[tuple[int, Action]] = set()
+        self.backwards_ended_s: list[float] = []  # of rank 0
+        self.busy_s = [0.0] * len(schedule)
         # Ends of actions (True) and arrivals of messages (False), by time; the number keeps the
         # order of equal times the order in which they were foreseen.
         self.events: list[tuple[float, int, bool, int, Action]] = []
@@ -63,6 +82,8 @@ class _Simulation:
             if is_end:
                 self.idle[rank] = True
                 self._send(rank, action, now_s)
+                if rank == 0 and action.kind == "B":
+                    self.backwards_ended_s.append(now_s)
             else:
                 self.arrived.add((rank, action))
             self._start_next(rank, now_s)
@@ -77,7 +98,9 @@ class _Simulation:
         if first or (rank, action) in self.arrived:
             self.idle[rank] = False
             self.next_index[rank] = index + 1
-            self._foresee(now_s + self.duration_s[rank][action.kind], True, rank, action)
+            duration_s = self.duration_s[rank][action.kind]
+            self.busy_s[rank] += duration_s
+            self._foresee(now_s + duration_s, True, rank, action)
 
     def _send(self, rank: int, action: Action, now_s: float) -> None:
         forward = action.kind == "F"

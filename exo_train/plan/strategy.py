@@ -30,8 +30,9 @@ ABOUT = 1.05
 class StrategyCandidate:
     """One way to train; `devices` index the household.
 
-    `step_s` is None where it cannot be done, and `note` says why. `plan` is there where training
-    supports the strategy. `exchange_s` is the part of the step that exchanges gradients.
+    `step_s` is None where it cannot be done, and `note` says why, or why it may not be chosen.
+    `plan` is there where training supports the strategy. `exchange_s` is the part of the step
+    that exchanges gradients.
     """
 
     strategy: Strategy
@@ -47,7 +48,8 @@ class StrategyCandidate:
 class Verdict:
     """`chosen` is available; `reason` is one sentence with numbers.
 
-    `runner_up` is the best available candidate of another strategy, or another device alone.
+    `runner_up` is the best available candidate of another strategy, or another device alone; where
+    more devices were asked for than are best, it is the best.
     """
 
     chosen: StrategyCandidate
@@ -61,11 +63,14 @@ class Verdict:
         return self.chosen.strategy
 
 
-def compare(household: Household, workload: Workload, *, gradient_bytes: int) -> Verdict:
+def compare(
+    household: Household, workload: Workload, *, gradient_bytes: int, at_least: int = 1
+) -> Verdict:
     """Compare all strategies by predicted step time; the chosen one is available.
 
-    `gradient_bytes` is what replicas exchange a step: the whole adapter's gradient. Raises
-    DoesNotFitError, or PeerError where links are missing.
+    `gradient_bytes` is what replicas exchange a step: the whole adapter's gradient. The chosen
+    plan has `at_least` so many devices, or the most that are possible. Raises DoesNotFitError, or
+    PeerError where links are missing.
     """
     plans = plans_by_size(household, workload)
     alone = [_alone(household, workload, index) for index in range(len(household.devices))]
@@ -77,18 +82,38 @@ def compare(household: Household, workload: Workload, *, gradient_bytes: int) ->
         if len(p.stages) > 1
     ]
     replicas = _replicas(household, workload, alone, gradient_bytes)
-    candidates = [*alone, *rings, *replicas, *_islands(household, workload, gradient_bytes)]
+    most = max(len(plan.stages) for plan in plans)
+    fewest = min(at_least, most)
+    candidates = [
+        dataclasses.replace(c, note=f"asked for at least {at_least} devices")
+        if c.plan is not None and len(c.devices) < fewest
+        else c
+        for c in (*alone, *rings, *replicas, *_islands(household, workload, gradient_bytes))
+    ]
     possible = [c for c in candidates if c.plan is not None]
-    best = shortest([c.plan for c in possible if c.plan is not None])
-    chosen = next(c for c in possible if c.plan is best)
-    runner_up = _runner_up(possible, chosen)
+    fastest = _best(possible)
+    chosen = _best([c for c in possible if len(c.devices) >= fewest])
+    assert chosen.plan is not None
+    runner_up = _runner_up(possible, chosen) if chosen is fastest else fastest
+    if chosen is fastest:
+        reason = _reason(household, chosen, runner_up)
+    else:
+        reason = _reason_if_asked_for(household, chosen, fastest, at_least)
+    if most < at_least:
+        limit = _limit(household, workload, most)
+        reason = f"at least {at_least} devices were asked for, but {limit}; {reason}"
     return Verdict(
         chosen=chosen,
-        plan=best,
-        reason=_reason(household, chosen, runner_up, candidates),
+        plan=chosen.plan,
+        reason=reason + _replicas_reason(household, chosen, candidates),
         runner_up=runner_up,
         candidates=tuple(sorted(candidates, key=_step_s)),
     )
+
+
+def _best(possible: Sequence[StrategyCandidate]) -> StrategyCandidate:
+    best = shortest([c.plan for c in possible if c.plan is not None])
+    return next(c for c in possible if c.plan is best)
 
 
 def _step_s(candidate: StrategyCandidate) -> float:
@@ -250,12 +275,9 @@ def _two_islands(
 
 
 def _reason(
-    household: Household,
-    chosen: StrategyCandidate,
-    runner_up: StrategyCandidate | None,
-    candidates: Sequence[StrategyCandidate],
+    household: Household, chosen: StrategyCandidate, runner_up: StrategyCandidate | None
 ) -> str:
-    """Say in one sentence what was chosen and by how much, and what would be faster one day."""
+    """Say in one sentence what was chosen and by how much."""
     best_s = _step_s(chosen)
     who = _who(household, chosen)
     if runner_up is None:
@@ -273,7 +295,28 @@ def _reason(
     if chosen.strategy == "one device" and len(household.devices) > 1:
         usable_gb = household.devices[chosen.devices[0]].usable_bytes / 1e9
         text += f"; add devices for what needs more than its {usable_gb:.1f} GB"
-    return text + _replicas_reason(household, chosen, candidates)
+    return text
+
+
+def _reason_if_asked_for(
+    household: Household, chosen: StrategyCandidate, fastest: StrategyCandidate, at_least: int
+) -> str:
+    """Say what the user's wish for more devices costs."""
+    who, takes = _who(household, chosen), _seconds(_step_s(chosen))
+    if len(chosen.devices) < at_least:
+        text = f"{who} takes {takes} a step"
+    else:
+        text = f"{who} was asked for (at least {at_least} devices): {takes} a step"
+    return f"{text}; {_who(household, fastest)} would take {_seconds(_step_s(fastest))}"
+
+
+def _limit(household: Household, workload: Workload, most: int) -> str:
+    """Say why no more than `most` devices can take part."""
+    if workload.num_layers == most:
+        return f"the model has only {most} layer{'' if most == 1 else 's'}"
+    if sum(device.usable_bytes > 0 for device in household.devices) == most:
+        return f"only {most} device{' has' if most == 1 else 's have'} memory"
+    return f"memory and links allow no more than {most}"
 
 
 def _replicas_reason(

@@ -15,7 +15,7 @@ from exo_train.config import TrainConfig
 from exo_train.plan.memory import ModelShape
 from exo_train.plan.partition import gigabytes
 from exo_train.plan.profiles import Workload
-from exo_train.plan.shortfall import MAX_DEVICES, Shortfall
+from exo_train.plan.shortfall import MAX_DEVICES, Shortfall, lacking
 from exo_train.plan.strategy import NOT_YET_AVAILABLE
 from exo_train.plan.workloads import run_workload
 
@@ -27,13 +27,18 @@ FOUR_BIT_BYTES = 4.5 / 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A run on devices that are known by memory alone, `usable_bytes` by name."""
+    """A run on devices that are known by memory alone, `usable_bytes` by name.
+
+    `process_bytes` are what each stage's process takes before it holds a model, where that is not
+    in the devices' reserve.
+    """
 
     config: TrainConfig
     usable_bytes: tuple[tuple[str, int], ...]
     microbatch_size: int
     value_bytes: int
     weight_bytes_per_param: float
+    process_bytes: int = 0
 
     def workload(self, shape: ModelShape) -> Workload:
         return run_workload(
@@ -42,6 +47,7 @@ class Attempt:
             microbatch_size=self.microbatch_size,
             value_bytes=self.value_bytes,
             weight_bytes_per_param=self.weight_bytes_per_param,
+            process_bytes=self.process_bytes,
         )
 
     def shortfall(self, shape: ModelShape) -> Shortfall:
@@ -78,13 +84,8 @@ def refusal(attempt: Attempt, shape: ModelShape) -> str:
     if not usable:
         return "no device has memory for anything; give one more with --memory, or add a device"
     missing_bytes = attempt.shortfall(shape).missing_bytes()
-    names = ", ".join(f"{name} {gigabytes(memory)}" for name, memory in usable)
-    return "; ".join(
-        [
-            f"does not fit: needs {gigabytes(missing_bytes)} more on every split (usable: {names})",
-            *map(str, suggest(attempt, shape)),
-        ]
-    )
+    suggestions = map(str, suggest(attempt, shape))
+    return "; ".join([f"does not fit: {lacking(missing_bytes, usable)}", *suggestions])
 
 
 def suggest(attempt: Attempt, shape: ModelShape) -> list[Suggestion]:

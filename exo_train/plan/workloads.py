@@ -5,6 +5,8 @@ Pure. Must not know devices or choose anything.
 
 from __future__ import annotations
 
+import dataclasses
+
 from exo_train.config import TrainConfig
 from exo_train.plan.memory import ModelShape, boundary_cost, pseudo_layer_costs
 from exo_train.plan.profiles import Workload
@@ -17,11 +19,13 @@ def run_workload(
     microbatch_size: int,
     value_bytes: int,
     weight_bytes_per_param: float | None = None,
+    process_bytes: int = 0,
 ) -> Workload:
     """Give the step's memory, messages and microbatches.
 
     `value_bytes` are of one activation, on a device and between two; weights take as many unless
-    `weight_bytes_per_param` says otherwise (4.5 / 8 for 4-bit groups of 64).
+    `weight_bytes_per_param` says otherwise (4.5 / 8 for 4-bit groups of 64). `process_bytes` are
+    what a stage's process takes before it holds a model.
     """
     tokens = microbatch_size * config.max_seq_length
     return Workload(
@@ -39,7 +43,10 @@ def run_workload(
         boundary_bytes=tokens * shape.hidden_size * value_bytes,
         num_microbatches=-(-config.batch_size // microbatch_size),
         schedule="1f1b" if config.pipeline_schedule == "1f1b" else "gpipe",
-        per_stage=boundary_cost(
-            hidden_size=shape.hidden_size, microbatch_tokens=tokens, wire_bytes=value_bytes
+        per_stage=dataclasses.replace(
+            boundary_cost(
+                hidden_size=shape.hidden_size, microbatch_tokens=tokens, wire_bytes=value_bytes
+            ),
+            static_bytes=process_bytes,
         ),
     )

@@ -46,13 +46,19 @@ class StepBatch:
     def num_supervised_tokens(self) -> int:
         return sum(example.num_supervised_tokens for example in self.examples)
 
-    def num_padded_tokens(self, *, microbatch_size: int, max_seq_length: int) -> int:
-        """Count positions that are padding once the step is cut into microbatches."""
-        widths = (
+    def num_positions(self, *, microbatch_size: int, max_seq_length: int) -> int:
+        """Count positions computed once the step is cut into microbatches, padding included."""
+        return sum(
             len(cut) * _width(cut, max_seq_length)
             for cut in _cuts(self, microbatch_size=microbatch_size)
         )
-        return sum(widths) - self.num_tokens
+
+    def num_padded_tokens(self, *, microbatch_size: int, max_seq_length: int) -> int:
+        """Count those of them that are padding."""
+        positions = self.num_positions(
+            microbatch_size=microbatch_size, max_seq_length=max_seq_length
+        )
+        return positions - self.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

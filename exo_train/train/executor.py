@@ -30,13 +30,19 @@ class OnPhase(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What a rank knows after its part of a step; times in seconds."""
+    """What a rank knows after its part of a step; times in seconds.
+
+    `busy_s` is computing only: neither waiting for a tensor nor for room to send one. `period_s`
+    is the mean time between the ends of backwards (0: fewer than two). `sent_bytes` are those of
+    the tensors, as the wire dtype stores them.
+    """
 
     loss_sum: float
     grad_square_sum: float
     busy_s: float
     step_s: float
     sent_bytes: int
+    period_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +58,7 @@ class StageExecutor:
     above: Link | None
     capture: bool = False
     on_phase: OnPhase = lambda phase, limit_s=0.0: None
+    clock_s: Callable[[], float] = time.perf_counter
     boundaries: dict[str, HostTensor] = field(default_factory=dict)
     _busy_s: float = 0.0
 
@@ -62,26 +69,28 @@ class StageExecutor:
         schedule = build_schedule(
             self.schedule_name, num_ranks=self.num_ranks, num_microbatches=len(inputs)
         )
-        started_s, sent_before = time.perf_counter(), self._sent_bytes()
+        started_s, sent_before = self.clock_s(), self._sent_bytes()
         self._busy_s = 0.0
         self.boundaries.clear()
         self.stage.begin_step(step=step, loss_scale=loss_scale)
+        backwards_ended_s = []
         for action in schedule[self.rank]:
             if action.kind == "F":
                 self._forward(step, inputs[action.microbatch])
             else:
-                self._backward(step, action.microbatch)
+                backwards_ended_s.append(self._backward(step, action.microbatch))
         return StepOutcome(
             loss_sum=self.stage.loss_sum(),
             grad_square_sum=self.stage.grad_square_sum(),
             busy_s=self._busy_s,
-            step_s=time.perf_counter() - started_s,
+            step_s=self.clock_s() - started_s,
             sent_bytes=self._sent_bytes() - sent_before,
+            period_s=_mean_interval_s(backwards_ended_s),
         )
 
     def run_evaluation(self, step: int, inputs: Sequence[MicrobatchInput]) -> StepOutcome:
         """Forward of all microbatches without dropout; the loss is on the last rank."""
-        started_s, sent_before = time.perf_counter(), self._sent_bytes()
+        started_s, sent_before = self.clock_s(), self._sent_bytes()
         self._busy_s = 0.0
         loss_sum = 0.0
         for microbatch in inputs:
@@ -97,7 +106,7 @@ class StageExecutor:
             loss_sum=loss_sum,
             grad_square_sum=0.0,
             busy_s=self._busy_s,
-            step_s=time.perf_counter() - started_s,
+            step_s=self.clock_s() - started_s,
             sent_bytes=self._sent_bytes() - sent_before,
         )
 
@@ -108,7 +117,8 @@ class StageExecutor:
             assert output is not None
             self._send(self.above, tag, output, "activation")
 
-    def _backward(self, step: int, index: int) -> None:
+    def _backward(self, step: int, index: int) -> float:
+        """Give when the computing ended: sending what came out may wait for room."""
         tag = Tag(step, index)
         gradient = None
         if self.above is not None:
@@ -117,9 +127,11 @@ class StageExecutor:
             gradient = self.above.wait_recv(tag, timeout_s=self.timeout_s)
             self.on_phase(f"step {step}: computing")
         result = self._timed(self.stage.backward, index, gradient)
+        ended_s = self.clock_s()
         if self.below is not None:
             assert result is not None
             self._send(self.below, tag, result, "gradient")
+        return ended_s
 
     def _with_hidden(self, microbatch: MicrobatchInput, tag: Tag) -> MicrobatchInput:
         if self.below is None:
@@ -136,10 +148,14 @@ class StageExecutor:
         link.send(tag, tensor)
 
     def _timed(self, function: Callable[..., Result], *arguments: object) -> Result:
-        started_s = time.perf_counter()
+        started_s = self.clock_s()
         result = function(*arguments)
-        self._busy_s += time.perf_counter() - started_s
+        self._busy_s += self.clock_s() - started_s
         return result
 
     def _sent_bytes(self) -> int:
         return sum(link.sent_bytes for link in (self.below, self.above) if link is not None)
+
+
+def _mean_interval_s(ends_s: Sequence[float]) -> float:
+    return (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else 0.0

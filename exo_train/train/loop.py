@@ -15,12 +15,21 @@ from typing import Any
 
 from exo_train.backends.base import Arrays
 from exo_train.config import TrainConfig
-from exo_train.errors import InterruptedRunError, NumericsError
-from exo_train.train.batches import BatchPlan, StepBatch, evaluation_batches, split_microbatches
+from exo_train.errors import ExoTrainError, InterruptedRunError, NumericsError
+from exo_train.plan.drift import Drift
+from exo_train.plan.prediction import Prediction
+from exo_train.train.batches import (
+    BatchPlan,
+    Microbatch,
+    StepBatch,
+    evaluation_batches,
+    split_microbatches,
+)
 from exo_train.train.chat import Example
 from exo_train.train.checkpoint import Checkpoint, prune, save_checkpoint
 from exo_train.train.learning_rate import learning_rate_at
 from exo_train.train.metrics import RankMetrics, StepMetrics, Throughput
+from exo_train.train.reckoning import Reckoning, drift_sentence
 from exo_train.train.ring import Ring
 from exo_train.train.rundir import RunDir
 from exo_train.wire.pb import control_pb2 as pb
@@ -65,6 +74,7 @@ class Progress:
     seconds_here: float = 0.0
     peak_memory_bytes: list[int] = field(default_factory=list)
     throughput: Throughput = field(default_factory=Throughput)
+    reckoning: Reckoning = field(default_factory=Reckoning)
 
     @property
     def tokens_per_s(self) -> float:
@@ -87,14 +97,20 @@ class Trainer:
         num_steps: int,
         watcher: Watcher,
         state: dict[str, Any],
+        prediction: Prediction | None = None,
+        advise: Callable[[Drift], str] | None = None,
+        clock_s: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.progress = Progress()
+        assert prediction is None or len(prediction.ranks) == len(ring.plan.ranks)
+        self.progress = Progress(reckoning=Reckoning(prediction))
         self._ring = ring
         self._config = config
         self._data = data
         self._run_dir = run_dir
         self._num_steps = num_steps
         self._watcher = watcher
+        self._advise = advise
+        self._clock_s = clock_s
         self._state = state  # goes into every checkpoint, to be compared on resume
         self._microbatch_size = ring.plan.microbatch_size
         self._verified: set[Path] = set()  # checkpoints that this run wrote and read back
@@ -124,6 +140,7 @@ class Trainer:
                 self._save()
         self._evaluate()
         self._save()
+        self._tell_reckoning()
         if progress.num_dropped == self._num_steps:
             raise NumericsError("no step was finite: nothing was trained")
 
@@ -131,6 +148,7 @@ class Trainer:
         if self._watcher.wants_stop():
             if self.progress.step:
                 self._save()
+            self._tell_reckoning()
             raise InterruptedRunError(
                 f"stopped after step {self.progress.step} of {self._num_steps}"
             )
@@ -140,13 +158,14 @@ class Trainer:
         return merge(self._ring.collect(pb.ADAPTER))
 
     def _train_step(self, step: int) -> None:
-        started_s = time.perf_counter()
+        started_s = self._clock_s()
         config = self._config
         batch = self._data.batches.batch_for_step(step - 1)
+        microbatches = self._microbatches(batch)
         supervised = batch.num_supervised_tokens
         reports = self._ring.run_step(
             step,
-            self._microbatches(batch),
+            microbatches,
             # Normalised once, by the tokens of the whole step: never a mean of means.
             loss_scale=1.0 / supervised,
             timeout_s=config.step_timeout_s,
@@ -169,14 +188,15 @@ class Trainer:
             grad_scale=clip_scale(grad_norm, config.max_grad_norm) if finite else 0.0,
             timeout_s=config.step_timeout_s,
         )
-        step_s = time.perf_counter() - started_s
-        self._record(step, batch, loss, learning_rate, grad_norm, step_s, reports)
+        step_s = self._clock_s() - started_s
+        self._record(step, batch, microbatches, loss, learning_rate, grad_norm, step_s, reports)
         self._count_dropped(step, finite, loss, grad_norm, reports)
 
     def _record(
         self,
         step: int,
         batch: StepBatch,
+        microbatches: Sequence[Microbatch],
         loss: float,
         learning_rate: float,
         grad_norm: float,
@@ -213,14 +233,19 @@ class Trainer:
             grad_norm=grad_norm,
             tokens=batch.num_tokens,
             supervised_tokens=batch.num_supervised_tokens,
+            positions=sum(microbatch.tokens_BT.size for microbatch in microbatches),
             tokens_per_s=batch.num_tokens / step_s,
             step_s=step_s,
+            period_s=reports[0].period_s,
             generation=self._ring.plan.generation,
             ranks=tuple(ranks),
         )
         self._run_dir.append_metrics(metrics)
         left = self._num_steps - step
         self._watcher.on_step(metrics, progress.throughput.remaining_s(num_steps_left=left))
+        drift = progress.reckoning.after_step(metrics, num_microbatches=len(microbatches))
+        if drift is not None:
+            self._tell_drift(step, drift)
 
     def _count_dropped(
         self,
@@ -252,6 +277,19 @@ class Trainer:
                 f"with a lower --learning-rate or --dtype fp32"
             )
         self._watcher.on_note(f"{sentence}; the step is dropped on all devices")
+
+    def _tell_drift(self, step: int, drift: Drift) -> None:
+        parts = [drift_sentence(step, drift, [rank.name for rank in self._ring.plan.ranks])]
+        if self._advise is not None:
+            try:
+                parts.append(self._advise(drift))
+            except ExoTrainError as error:  # the run goes on as it is
+                parts.append(f"what a new plan would gain is not known: {error}")
+        self._watcher.on_note("; ".join(part for part in parts if part))
+
+    def _tell_reckoning(self) -> None:
+        if said := self.progress.reckoning.sentence():
+            self._watcher.on_note(said)
 
     def _evaluate(self) -> None:
         """Measure the held-out loss; it is normalised by all its supervised tokens."""
@@ -319,7 +357,7 @@ class Trainer:
             if row["loss"] is not None
         ]
 
-    def _microbatches(self, batch: StepBatch) -> list[Any]:
+    def _microbatches(self, batch: StepBatch) -> list[Microbatch]:
         return split_microbatches(
             batch,
             microbatch_size=self._microbatch_size,

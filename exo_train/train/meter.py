@@ -41,6 +41,10 @@ class Meter(Protocol):
         """Give back what the framework keeps for later."""
         ...
 
+    def process_bytes(self) -> int:
+        """Give what this process takes of the device's memory beside tensors; 0: cannot tell."""
+        ...
+
 
 def open_meter(backend: str, device: str) -> Meter:
     if backend == "mlx":
@@ -86,6 +90,9 @@ class _ProcessMeter:
         gc.collect()
         self._trim(0)
 
+    def process_bytes(self) -> int:
+        return self.live_bytes()
+
     def _resident_bytes(self) -> int:
         return int(self._process.memory_info().rss)
 
@@ -126,6 +133,9 @@ class _CudaMeter:
         gc.collect()
         self._cuda.empty_cache()
 
+    def process_bytes(self) -> int:
+        return 0  # the context is the driver's, which counts it for no process inside a container
+
 
 class _MlxMeter:
     """MLX counts its own allocations, on the CPU too."""
@@ -153,3 +163,6 @@ class _MlxMeter:
     def release(self) -> None:
         gc.collect()
         self._mx.clear_cache()
+
+    def process_bytes(self) -> int:
+        return _ProcessMeter().live_bytes() - self.live_bytes()

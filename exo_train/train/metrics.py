@@ -28,7 +28,11 @@ class RankMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One committed step: a line of `metrics.jsonl`."""
+    """One committed step: a line of `metrics.jsonl`.
+
+    `positions` are all that were computed, padding included; `period_s` is rank 0's mean time
+    between the ends of backwards (0: one microbatch).
+    """
 
     step: int
     epoch: float
@@ -37,8 +41,10 @@ class StepMetrics:
     grad_norm: float
     tokens: int
     supervised_tokens: int
+    positions: int
     tokens_per_s: float
     step_s: float
+    period_s: float
     generation: int
     ranks: tuple[RankMetrics, ...] = ()
 

@@ -10,8 +10,10 @@ after the other, so no more than two layers, or one layer and one end, are in me
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +26,9 @@ from exo_train.backends.registry import load_backend
 from exo_train.config import LoraConfig, OptimizerConfig
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.block_times import BlockMemory, BlockTimes, EndTimes
+from exo_train.plan.device_memory import counts_process, default_process_bytes
 from exo_train.plan.stages import StageSpec
+from exo_train.train import faults
 from exo_train.train.meter import open_meter
 from exo_train.train.random_tensors import RandomTensors, encoded
 from exo_train.wire.tensor import DType, HostTensor
@@ -40,6 +44,22 @@ SLOW_SHARE = 0.05
 NO_BACKWARD = 0.01
 # Of a two-layer stage, one layer is at least this share: noise must not make layers free.
 MIN_LAYER_SHARE = 0.2
+# What a worker has loaded and the profiler has not: gRPC and links (measured on Linux).
+WORKER_BYTES = 20_000_000
+SMALLEST_CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+    "max_position_embeddings": WARM_UP_TOKENS,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
 
 
 def profile(
@@ -61,6 +81,7 @@ def profile(
     Raises DoesNotFitError when a layer, or an end, has no room.
     """
     spec.validate_max_seq_length(sequence)
+    process_bytes = process_size(backend, device)
     spec = _with_two_layers(spec)
     timer = StageTimer(
         spec,
@@ -91,7 +112,29 @@ def profile(
         # Looking tokens up takes no time worth measuring on a device where a layer takes long.
         embedding = None if slow else timer.measure(first, limit_s=embedding_s)
         ends = end_times(layer, head, embedding)
-    return layer.block_times(ends)
+    return dataclasses.replace(layer.block_times(ends), process_bytes=process_bytes)
+
+
+def process_size(backend: str, device: str) -> int:
+    """Give what a worker takes of the device's memory without a model.
+
+    A model of hardly any size takes a step first: model classes and kernels load with it.
+    """
+    options = StageOptions(seed=0, compute_dtype=DType.FP32, wire_dtype=DType.FP32)
+    spec = ModelSpec.from_config(SMALLEST_CONFIG, place="a model of hardly any size")
+    timer = StageTimer(
+        spec,
+        backend=backend,
+        device=device,
+        lora=LoraConfig(),
+        options=options,
+        microbatch_size=1,
+        sequence=WARM_UP_TOKENS,
+    )
+    num_bytes = timer.process_bytes()
+    if counts_process(backend, device):
+        return num_bytes + WORKER_BYTES
+    return num_bytes or default_process_bytes(backend, device)
 
 
 def _stage(start: int, end: int, *, embedding: bool = False, head: bool = False) -> StageSpec:
@@ -150,7 +193,7 @@ class StageTimer:
         self._random = np.random.default_rng(0)
 
     def load(self, stage: StageSpec) -> Stage:
-        return self._backend.load_stage(
+        loaded = self._backend.load_stage(
             self._spec,
             stage,
             self._source,
@@ -159,6 +202,16 @@ class StageTimer:
             optimizer=OptimizerConfig(),
             options=self._options,
         )
+        return faults.with_fault(loaded, os.environ.get(faults.VARIABLE, ""))  # as a worker does
+
+    def process_bytes(self) -> int:
+        """Load and run all of the model, let it go, and see what stays of the process."""
+        whole = _stage(0, self._spec.num_layers, embedding=True, head=True)
+        loaded = self.load(whole)
+        self.step_times(loaded, whole)
+        del loaded
+        self._meter.release()
+        return self._meter.process_bytes()
 
     def measure(
         self, stage: StageSpec, *, limit_s: float, slow_s: float = math.inf
@@ -205,8 +258,8 @@ class StageTimer:
         self, loaded: Stage, stage: StageSpec, *, tokens: int = 0, num_microbatches: int = 1
     ) -> tuple[float, float, float]:
         """Take one step; give the seconds of all forwards, all backwards, and the update."""
-        inputs = [self._input(index, stage, tokens) for index in range(num_microbatches)]
-        gradient = None if stage.head else self._boundary(tokens, scale=1e-3)
+        inputs = [self.input(index, stage, tokens) for index in range(num_microbatches)]
+        gradient = None if stage.head else self.boundary(tokens, scale=1e-3)
         forward_s = backward_s = 0.0
         started_s = self._clock()
         loaded.begin_step(step=0, loss_scale=1 / (self._size * self._sequence))
@@ -233,8 +286,8 @@ class StageTimer:
         Two microbatches are in flight: the second one shows what stays, as the first also fills
         the allocator's pool.
         """
-        inputs = [self._input(index, stage, 0) for index in range(2)]
-        gradient = None if stage.head else self._boundary(0, scale=1e-3)
+        inputs = [self.input(index, stage, 0) for index in range(2)]
+        gradient = None if stage.head else self.boundary(0, scale=1e-3)
         loaded.begin_step(step=0, loss_scale=1 / (self._size * self._sequence))
         before_bytes, after_bytes = self._meter.live_bytes(), []
         with self._meter.peak() as peak:
@@ -248,19 +301,21 @@ class StageTimer:
         in_flight_bytes = max(0, after_bytes[1] - after_bytes[0])
         return in_flight_bytes, max(0, peak.num_bytes - before_bytes - 2 * in_flight_bytes)
 
-    def _input(self, index: int, stage: StageSpec, tokens: int) -> MicrobatchInput:
+    def input(self, index: int, stage: StageSpec, tokens: int = 0) -> MicrobatchInput:
+        """Give a random microbatch, of full length unless `tokens` says otherwise."""
         shape = (self._size, min(tokens or self._sequence, self._sequence))
         ids_BT = self._random.integers(0, self._spec.vocab_size, shape, dtype=np.int32)
         return MicrobatchInput(
             index=index,
             tokens_BT=ids_BT if stage.embedding else None,
-            hidden_BTD=None if stage.embedding else self._boundary(tokens, scale=1.0),
+            hidden_BTD=None if stage.embedding else self.boundary(tokens, scale=1.0),
             targets_BT=ids_BT if stage.head else None,
             mask_BT=np.ones(shape, bool) if stage.head else None,
             row_keys=tuple(range(self._size)),
         )
 
-    def _boundary(self, tokens: int, *, scale: float) -> HostTensor:
+    def boundary(self, tokens: int = 0, *, scale: float) -> HostTensor:
+        """Give what a neighbour would send."""
         shape = (self._size, min(tokens or self._sequence, self._sequence), self._spec.hidden_size)
         values = self._random.standard_normal(math.prod(shape), np.float32) * np.float32(scale)
         dtype = self._options.wire_dtype

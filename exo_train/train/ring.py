@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -367,6 +368,9 @@ class Ring:
     def _of_step(self, index: int, report: pb.StepReport, step: int) -> pb.StepReport:
         if report.step != step:
             raise ProtocolError(f"{self._name(index)} reported step {report.step}, not {step}")
+        for time_s in (report.busy_s, report.step_s, report.period_s):
+            if not 0 <= time_s < math.inf:
+                raise ProtocolError(f"{self._name(index)} reported a time of {time_s} s")
         return report
 
 

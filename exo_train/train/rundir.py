@@ -36,7 +36,10 @@ LOCK_FILE = ".lock"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSummary:
-    """One device's part in a run; `layers` is half-open, `busy_share` from 0 to 1."""
+    """One device's part in a run; `layers` is half-open, `busy_share` from 0 to 1.
+
+    What is left of the time is its `bubble_fraction`.
+    """
 
     name: str
     rank: int
@@ -49,7 +52,11 @@ class DeviceSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What scripts read after a run; `adapters` are paths relative to the run directory."""
+    """What scripts read after a run; `adapters` are paths relative to the run directory.
+
+    `prediction` sets what the plan promised beside what came, or is None without a promise. It
+    covers this start only: a resumed run may have other devices and another plan.
+    """
 
     status: str
     steps: int
@@ -63,13 +70,16 @@ class Summary:
     devices: tuple[DeviceSummary, ...]
     peft_adapter: str | None
     mlx_adapter: str | None
+    prediction: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Give plain values under the published keys; NaN and infinities become null."""
         plain = dataclasses.asdict(self)
         adapters = {"peft": plain.pop("peft_adapter"), "mlx": plain.pop("mlx_adapter")}
+        prediction = plain.pop("prediction")
         devices = [
-            finite_or_none(device) | {"layers": list(device["layers"])}
+            finite_or_none(device | {"bubble_fraction": max(0.0, 1 - device["busy_share"])})
+            | {"layers": list(device["layers"])}
             for device in plain.pop("devices")
         ]
         return {
@@ -77,6 +87,7 @@ class Summary:
             **finite_or_none(plain),
             "devices": devices,
             "adapters": adapters,
+            "prediction": prediction,
         }
 
 

@@ -277,4 +277,5 @@ def _report(request: pb.StepInput, outcome: StepOutcome, peak_bytes: int) -> pb.
         step_s=outcome.step_s,
         sent_bytes=outcome.sent_bytes,
         peak_memory_bytes=peak_bytes,
+        period_s=outcome.period_s,
     )

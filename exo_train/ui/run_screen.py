@@ -71,7 +71,7 @@ class PlainScreen:
         self._console = console
 
     def note(self, text: str) -> None:
-        self._console.print(text, style="dim", highlight=False, markup=False)
+        _say(self._console, text)
 
     def plan(self, plan: Plan) -> None:
         for rank in plan.ranks:
@@ -108,7 +108,7 @@ class LiveScreen:
         self._live = Live(console=console, refresh_per_second=4, transient=False)
 
     def note(self, text: str) -> None:
-        self._console.print(text, style="dim", highlight=False, markup=False)
+        _say(self._console, text)
 
     def plan(self, plan: Plan) -> None:
         self._plan = plan
@@ -209,6 +209,11 @@ def stage_line(plan: Plan, rank: int) -> str:
     return f"{rank}  {mine.name}  {mine.backend}/{mine.device} {mine.compute_dtype}  " + ", ".join(
         parts
     )
+
+
+def _say(console: Console, text: str) -> None:
+    """Print a sentence; the terminal may break it, we must not: commands in it are copied."""
+    console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 def duration(seconds: float | None) -> str:

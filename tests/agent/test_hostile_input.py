@@ -249,7 +249,7 @@ def test_malformed_messages_of_a_member_are_refused_counted_and_told_once(
 ) -> None:
     here = members.join("first")
     guest = members.guest(here, "guest")
-    read = ("Hello", "Goodbye", "SyncRoster", "DialBack", "Run")
+    read = ("Hello", "Goodbye", "SyncRoster", "DialBack", "Profile", "Run")
     with channel_to(here.port, any_member(guest)) as channel:
         for name in read:
             answer = ask(channel, CONTROL + name, raw)

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from exo_train.agent.profiler_process import run_profiler
+from exo_train.agent.profiler_process import NotWantedError, run_profiler
 from exo_train.config import LoraConfig
 from exo_train.errors import ConfigError, DoesNotFitError, ExoTrainError, ModelError, ProtocolError
 from exo_train.plan.block_times import BlockTimes, ProfileRequest
@@ -87,6 +87,16 @@ def test_a_device_says_how_fast_it_is(tmp_path: Path, backend: str) -> None:
     assert psutil.Process().children() == []
 
 
+def test_a_device_made_slow_for_a_test_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a plan would not know what its workers are going to take."""
+    monkeypatch.setenv("EXO_TRAIN_TEST_FAULT", "sleep_ms:200")
+    times = ask(tmp_path)
+    assert times.layer_forward_s > 0.15
+    assert times.layer_backward_s > 0.15
+
+
 def test_refusals_come_back_as_they_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"torch cpu: 'max_seq_length' 513 .* 512 positions"):
         ask(tmp_path, sequence=513)
@@ -138,6 +148,20 @@ def test_the_wait_has_an_end(tmp_path: Path, child: str) -> None:
             module=child,
         )
     assert time.monotonic() - started_s < 0.5 + 2.5 + 5
+    assert psutil.Process().children() == []
+
+
+def test_nobody_waiting_ends_it_at_once(tmp_path: Path, child: str) -> None:
+    asked_s = time.monotonic()
+    with pytest.raises(NotWantedError, match=r"torch sleeper was ended: nobody waits"):
+        run_profiler(
+            request(device="sleeper"),
+            timeout_s=60.0,
+            log_path=tmp_path / "profiler.log",
+            module=child,
+            is_wanted=lambda: time.monotonic() < asked_s + 0.3,
+        )
+    assert 0.3 < time.monotonic() - asked_s < 0.3 + 2.5 + 5
     assert psutil.Process().children() == []
 
 

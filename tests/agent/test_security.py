@@ -52,7 +52,7 @@ from tests.agent.running_agents import RunningAgent, loopback_interface, wait_me
 pytestmark = pytest.mark.xdist_group("agents-here")
 MEMBERS_METHODS = {  # what each port has for those who may call
     "control": {
-        "Control/DialBack", "Control/Goodbye", "Control/Hello", "Control/Run",
+        "Control/DialBack", "Control/Goodbye", "Control/Hello", "Control/Profile", "Control/Run",
         "Control/SyncRoster", "Handshake/Greet", "Probe/Exchange",
     },
     "weights": {"Weights/Fetch"},

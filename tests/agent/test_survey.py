@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from exo_train.agent.driver import best_host_of
 from exo_train.agent.members import wait_candidates
+from exo_train.agent.opening import best_host_of
 from exo_train.cluster.home import Home
 from exo_train.cluster.link_facts import LinkFacts, to_message
 from exo_train.config import TrainConfig

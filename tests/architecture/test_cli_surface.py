@@ -19,7 +19,7 @@ from exo_train.cli.main import app
 from exo_train.config import ALL_TARGETS, DTYPES, LR_SCHEDULES, PIPELINE_SCHEDULES, TrainConfig
 
 GOLDEN = Path(__file__).with_name("cli_surface.txt")
-NOT_OF_THE_CONFIG = {"config", "resume", "as_json"}
+NOT_OF_THE_CONFIG = {"config", "resume", "replan", "as_json"}
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 # Their help says what happens without them instead of a number.
 SAID_IN_WORDS = {"steps", "microbatch_size", "eval_every"}

@@ -6,6 +6,8 @@ Whether its times are those of real stages is a benchmark's question: `bench/blo
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from exo_train.backends.memory import peak_process_bytes
 from exo_train.config import LoraConfig
 from exo_train.errors import ConfigError
 from exo_train.models.decode import decode
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.block_times import BlockTimes
 from exo_train.plan.memory import ModelShape, pseudo_layer_costs
-from exo_train.train.profiling import LayerFit, StageMeasure, end_times, profile
+from exo_train.train.profiling import WORKER_BYTES, LayerFit, StageMeasure, end_times, profile
 from exo_train.train.random_tensors import RandomTensors
 from exo_train.wire.tensor import DType
 from tests.tiny_models import tiny_config
@@ -218,3 +221,17 @@ def test_ends_are_what_is_left_of_their_stages() -> None:
     assert all_in_forward.head_s == pytest.approx(8 - 2 - 1, abs=1e-4)
     assert all_in_forward.embedding_s == 0
     assert end_times(layer, head, measure(forward_s=0.5, backward_s=1.0)).embedding_s == 0
+
+
+@each_backend
+def test_what_the_process_takes_without_a_model_is_measured(backend: str) -> None:
+    times = profiled(backend, budget_s=0.0, clock=ticking())
+    # Interpreter and framework; far less than this test's process may have used before.
+    assert 100e6 < times.process_bytes <= peak_process_bytes() + WORKER_BYTES
+
+
+def test_a_process_does_not_inherit_the_peak_of_the_one_that_started_it() -> None:
+    ballast = np.ones(100_000_000)  # 800 MB, so that this process is larger than its child
+    code = "from exo_train.backends.memory import peak_process_bytes; print(peak_process_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert int(done.stdout) < ballast.nbytes / 2

@@ -10,7 +10,13 @@ import random
 from hypothesis import strategies as st
 
 from exo_train.plan.memory import LayerCost
-from exo_train.plan.profiles import DeviceProfile, Household, LinkProfile, Workload
+from exo_train.plan.profiles import (
+    DeviceProfile,
+    Household,
+    LinkProfile,
+    StageCosts,
+    Workload,
+)
 
 costs = st.builds(
     LayerCost,
@@ -18,6 +24,12 @@ costs = st.builds(
     per_microbatch_bytes=st.integers(0, 100),
     workspace_bytes=st.integers(0, 300),
 )
+heads = costs.flatmap(
+    lambda head: st.builds(
+        dataclasses.replace, st.just(head), tied_bytes=st.integers(0, head.static_bytes)
+    )
+)
+stage_costs = st.builds(StageCosts, embedding=costs, layer=costs, head=heads, per_stage=costs)
 times_s = st.floats(0.001, 0.1)
 devices = st.builds(
     DeviceProfile,
@@ -26,6 +38,10 @@ devices = st.builds(
     layer_s=times_s,
     embedding_s=times_s,
     head_s=times_s,
+    head_layer_s=st.none() | times_s,
+    overhead_s=st.just(0.0) | times_s,
+    layer_update_s=st.just(0.0) | times_s,
+    costs=st.none() | stage_costs,
 )
 links = st.builds(
     LinkProfile,
@@ -45,14 +61,8 @@ def households(draw: st.DrawFn, *, max_devices: int = 4) -> Household:
 
 @st.composite
 def workloads(draw: st.DrawFn, *, max_layers: int = 8, max_microbatches: int = 10) -> Workload:
-    head = draw(costs)
-    tied_bytes = draw(st.integers(0, head.static_bytes))
     return Workload(
-        costs=(
-            draw(costs),
-            *[draw(costs)] * draw(st.integers(1, max_layers)),
-            dataclasses.replace(head, tied_bytes=tied_bytes),
-        ),
+        costs=(draw(costs), *[draw(costs)] * draw(st.integers(1, max_layers)), draw(heads)),
         boundary_bytes=draw(st.integers(0, 10_000)),
         num_microbatches=draw(st.integers(1, max_microbatches)),
         schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
@@ -65,25 +75,26 @@ def depth(workload, rank, num_ranks):
     return min(held, workload.num_microbatches)
 
 
-def stage_bytes(workload, rank, num_ranks, count):
-    """Count one stage's bytes the slow and plain way."""
-    parts = [workload.costs[1]] * count
-    parts += [workload.costs[0]] if rank == 0 else []
-    parts += [workload.costs[-1]] if rank == num_ranks - 1 else []
+def stage_bytes(workload, rank, num_ranks, count, own=None):
+    """Count one stage's bytes the slow and plain way; `own` are the device's costs, if any."""
+    embedding, layer, head = workload.costs[0], workload.costs[1], workload.costs[-1]
+    per_stage = workload.per_stage
+    if own is not None:
+        embedding, layer, head, per_stage = own.embedding, own.layer, own.head, own.per_stage
+    parts = [layer] * count
+    parts += [embedding] if rank == 0 else []
+    parts += [head] if rank == num_ranks - 1 else []
     held = depth(workload, rank, num_ranks)
-    total = sum(
-        c.static_bytes + held * c.per_microbatch_bytes for c in [*parts, workload.per_stage]
-    )
-    total += max(c.workspace_bytes for c in parts) + workload.per_stage.workspace_bytes
-    return total - (workload.costs[-1].tied_bytes if num_ranks == 1 else 0)
+    total = sum(c.static_bytes + held * c.per_microbatch_bytes for c in [*parts, per_stage])
+    total += max(c.workspace_bytes for c in parts) + per_stage.workspace_bytes
+    return total - (head.tied_bytes if num_ranks == 1 else 0)
 
 
 def stage_time(device, rank, num_ranks, count):
-    return (
-        count * device.layer_s
-        + (rank == 0) * device.embedding_s
-        + (rank == num_ranks - 1) * device.head_s
-    )
+    has_head = rank == num_ranks - 1
+    own = has_head and device.head_layer_s is not None
+    total = count * (device.head_layer_s if own else device.layer_s) + device.overhead_s
+    return total + (rank == 0) * device.embedding_s + has_head * device.head_s
 
 
 def link_period(household, workload, chain):
@@ -112,7 +123,7 @@ def smallest_stage_period(household, workload, chain):
             (household.devices[d], r, len(chain), n)
             for r, (d, n) in enumerate(zip(chain, counts, strict=True))
         ]
-        if all(stage_bytes(workload, r, p, n) <= d.usable_bytes for d, r, p, n in stages):
+        if all(stage_bytes(workload, r, p, n, d.costs) <= d.usable_bytes for d, r, p, n in stages):
             best = min(best, max(stage_time(*stage) for stage in stages))
     return best
 
@@ -133,6 +144,8 @@ def random_home(num_devices, seed):
             layer_s=rng.uniform(0.01, 0.1),
             embedding_s=0.001,
             head_s=rng.uniform(0.02, 0.2),
+            overhead_s=0.002,
+            layer_update_s=0.001,
         )
         for i in range(num_devices)
     )

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from exo_train.errors import DoesNotFitError
 from exo_train.plan.chain_search import MAX_DEVICES_FOR_ALL, beam, chains_by_length
 from exo_train.plan.chains import Chains
-from exo_train.plan.exact import TIE, exact_plan, plans_by_size
+from exo_train.plan.exact import TIE, exact_plan, plan_with_layers, plans_by_size
 from exo_train.plan.memory import LayerCost
 from exo_train.plan.memory_kinds import memory_by_kind
 from exo_train.plan.profiles import DeviceProfile, Household, LinkProfile, Workload
 from exo_train.plan.schedule import build_schedule
-from exo_train.plan.step_time import Wire, step_time_s
+from exo_train.plan.step_time import Wire, simulate_step
 from tests.property.plan_cases import (
     depth,
     every_chain,
@@ -34,9 +34,9 @@ from tests.property.plan_cases import (
 )
 
 
-def feasible_plan(household, workload):
+def feasible_plan(household, workload, **options):
     try:
-        return exact_plan(household, workload)
+        return exact_plan(household, workload, **options)
     except DoesNotFitError:
         assume(False)
 
@@ -54,32 +54,64 @@ def test_each_chain_has_the_period_that_brute_force_finds(household, workload):
             assert period_s == pytest.approx(expected_s, rel=1e-9)
 
 
+def step_of(household, workload, chain, counts):
+    """Play a split's step with times reckoned the plain way, and add the longest update."""
+    devices = [household.devices[index] for index in chain]
+    stages = [(d, r, len(chain), n) for r, (d, n) in enumerate(zip(devices, counts, strict=True))]
+    wires = [
+        [
+            Wire(
+                latency_s=link.latency_s,
+                serial_s=workload.boundary_bytes / link.bytes_per_s,
+                medium=link.medium,
+            )
+            for link in (household.links[pair] for pair in pairs)
+        ]
+        for pairs in (itertools.pairwise(chain), [(b, a) for a, b in itertools.pairwise(chain)])
+    ]
+    step = simulate_step(
+        build_schedule(
+            workload.schedule, num_ranks=len(chain), num_microbatches=workload.num_microbatches
+        ),
+        [stage_time(*stage) for stage in stages],
+        up=wires[0],
+        down=wires[1],
+    )
+    return step.end_s + max(d.layer_update_s * n for d, _, _, n in stages)
+
+
 @settings(max_examples=200, deadline=None)
-@given(households(), workloads(max_microbatches=8))
-def test_no_other_plan_takes_a_shorter_step(household, workload):
+@given(households(), workloads(max_microbatches=8), st.integers(1, 5))
+def test_no_other_plan_takes_a_shorter_step(household, workload, at_least):
     """Against every order of every choice, with the split it finds for just that choice."""
-    try:
-        plan = exact_plan(household, workload)
-    except DoesNotFitError:
-        for chain in every_chain(household):
-            assert smallest_stage_period(household, workload, chain) == math.inf
+    possible = [
+        chain
+        for chain in every_chain(household)
+        if smallest_stage_period(household, workload, chain) < math.inf
+    ]
+    if not possible:
+        with pytest.raises(DoesNotFitError):
+            exact_plan(household, workload, at_least=at_least)
         return
+    plan = exact_plan(household, workload, at_least=at_least)
+    fewest = min(at_least, max(len(chain) for chain in possible))
+    assert len(plan.stages) >= fewest
     chains = Chains(household, workload)
-    for chain in every_chain(household):
-        if smallest_stage_period(household, workload, chain) == math.inf:
-            continue
-        row = np.array(chain)
-        stage_s = chains.stage_times(row, chains.splits(row[None, :])[0])
-        hops = list(itertools.pairwise(chain))
-        step_s = step_time_s(
-            build_schedule(
-                workload.schedule, num_ranks=len(chain), num_microbatches=workload.num_microbatches
-            ),
-            stage_s,
-            up=[chains.wire(a, b) for a, b in hops],
-            down=[chains.wire(b, a) for a, b in hops],
-        )
-        assert plan.step_s <= TIE**2 * step_s * (1 + 1e-9)
+    for chain in possible:
+        if len(chain) >= fewest:
+            counts = chains.splits(np.array([chain]))[0].tolist()
+            step_s = step_of(household, workload, chain, counts)
+            assert plan.step_s <= TIE**2 * step_s * (1 + 1e-9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(households(), workloads(max_microbatches=8), st.integers(1, 5))
+def test_a_plan_given_by_hand_is_predicted_as_the_found_one(household, workload, at_least):
+    plan = feasible_plan(household, workload, at_least=at_least)
+    layers = [s.stage.num_layers for s in plan.stages]
+    by_hand = plan_with_layers(household, workload, plan.devices, layers)
+    assert dataclasses.replace(by_hand, exact=True) == plan
+    assert plan.step_s == pytest.approx(step_of(household, workload, plan.devices, layers))
 
 
 @settings(max_examples=200, deadline=None)
@@ -87,7 +119,8 @@ def test_no_other_plan_takes_a_shorter_step(household, workload):
 def test_with_free_links_each_size_has_the_smallest_period(household, workload):
     """A step of many microbatches is its period over and over, so the shortest has the smallest."""
     free = {pair: LinkProfile(latency_s=0.0, bytes_per_s=1e18) for pair in household.links}
-    household = dataclasses.replace(household, links=free)
+    devices = tuple(dataclasses.replace(d, layer_update_s=0.0) for d in household.devices)
+    household = Household(devices=devices, links=free)
     workload = dataclasses.replace(workload, num_microbatches=200, schedule="1f1b")
     best = {}
     for chain in every_chain(household):
@@ -101,6 +134,7 @@ def test_with_free_links_each_size_has_the_smallest_period(household, workload):
     assert set(plans) == {size for size, period_s in best.items() if period_s < math.inf}
     for size, plan in plans.items():
         assert plan.period_s <= best[size] * TIE * (1 + size / 199)
+        assert plan.pace_s <= plan.steady_s * (1 + 1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,15 +151,21 @@ def test_every_layer_has_one_owner_and_memory_holds(household, workload):
         count = s.stage.num_layers
         assert count >= 1
         assert s.in_flight == depth(workload, rank, len(stages))
-        assert s.memory_bytes == stage_bytes(workload, rank, len(stages), count)
+        assert s.memory_bytes == stage_bytes(workload, rank, len(stages), count, device.costs)
         assert s.memory_bytes <= s.usable_bytes == device.usable_bytes
-        kinds = memory_by_kind(workload, s.stage, in_flight=s.in_flight)
+        costs = workload.costs_of(device)
+        kinds = memory_by_kind(costs, s.stage, in_flight=s.in_flight)
         assert kinds.total_bytes == s.memory_bytes
+        assert kinds.process_bytes == costs.per_stage.static_bytes
         assert s.time_s == pytest.approx(stage_time(device, rank, len(stages), count))
+        computing_s = workload.num_microbatches * s.time_s
+        assert s.busy_share == pytest.approx(computing_s / plan.step_s)
     longest_s = max(s.time_s for s in stages)
     link_s = link_period(household, workload, plan.devices)
     assert plan.period_s == pytest.approx(max(longest_s, link_s))
     assert plan.steady_s >= plan.period_s
+    updates_s = [household.devices[s.device].layer_update_s * s.stage.num_layers for s in stages]
+    assert plan.update_s == pytest.approx(max(updates_s))
 
 
 @settings(max_examples=150, deadline=None)
@@ -248,7 +288,7 @@ def test_steady_period_is_what_the_simulated_schedule_settles_to(stage_s, latenc
 
     wires = [Wire(latency_s=s, serial_s=0.0) for s in latencies_s[: len(stage_s) - 1]]
     schedule = build_schedule("1f1b", num_ranks=len(stage_s), num_microbatches=100)
-    step_s = step_time_s(schedule, stage_s, up=wires, down=wires)
+    step_s = simulate_step(schedule, stage_s, up=wires, down=wires).end_s
     # Filling and draining take at most what one microbatch takes alone, and save at most a
     # period per rank; whichever cycle is slowest, the other periods are its.
     alone_s = sum(stage_s) + 2 * sum(wire.latency_s for wire in wires)

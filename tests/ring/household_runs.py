@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exo_train.agent.driver import Narrator, Outcome, train
+from exo_train.agent.driver import Outcome, train
+from exo_train.agent.opening import Narrator
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
 from exo_train.export.adapters import read_adapter

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from exo_train.agent.planning import make_plan
-from exo_train.errors import InterruptedRunError, NumericsError, PeerLostError
+from exo_train.errors import InterruptedRunError, NumericsError, PeerLostError, ProtocolError
 from exo_train.plan.plan import Plan
 from exo_train.train import ring as ring_module
 from exo_train.train.batches import Microbatch
@@ -151,6 +151,21 @@ def test_a_slow_step_names_who_is_waited_for(plan: Plan) -> None:
         started(ring, ranks)
         with pytest.raises(PeerLostError, match=r"step 1 took too long.*device1.*computing"):
             step(ring, timeout_s=0.6)
+
+
+@pytest.mark.parametrize("field", ["busy_s", "step_s", "period_s"])
+@pytest.mark.parametrize("time_s", [float("nan"), float("inf"), -1.0])
+def test_a_time_that_is_none_is_refused_with_the_ranks_name(
+    plan: Plan, field: str, time_s: float
+) -> None:
+    """What is computed from the reports, bubble and prediction, must stay numbers."""
+    bad = report(1)
+    setattr(bad.step_report, field, time_s)
+    ranks = [ScriptedRank(0, {"step_input": [report(0)]}), ScriptedRank(1, {"step_input": [bad]})]
+    with Ring(plan, ranks) as ring:
+        started(ring, ranks)
+        with pytest.raises(ProtocolError, match=r"device1 \(rank 1\) reported a time of"):
+            step(ring)
 
 
 def test_a_stop_comes_through_while_devices_start(plan: Plan) -> None:

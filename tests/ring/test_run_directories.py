@@ -52,6 +52,10 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     assert 0 < done < 2000
     summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
     assert (summary["status"], summary["saved_step"]) == ("interrupted", done)
+    assert summary["devices"][0]["bubble_fraction"] == pytest.approx(
+        max(0.0, 1 - summary["devices"][0]["busy_share"])
+    )
+    assert 0 < summary["prediction"]["steps"] <= done, "a stopped run is held to its promise too"
 
 
 def test_interrupted_and_resumed_on_another_ring_equals_never_interrupted(

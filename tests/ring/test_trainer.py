@@ -12,7 +12,8 @@ import pytest
 from exo_train.agent.planning import make_plan
 from exo_train.config import TrainConfig
 from exo_train.errors import InterruptedRunError, NumericsError
-from exo_train.train.batches import BatchPlan
+from exo_train.plan.prediction import Prediction, RankPrediction
+from exo_train.train.batches import PAD_MULTIPLE, BatchPlan
 from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
 from exo_train.train.loop import Data, Progress, Trainer, Watcher
 from exo_train.train.rundir import RunDir
@@ -38,6 +39,7 @@ def trained(
     config: TrainConfig = CONFIG,
     watcher: Watcher | None = None,
     resumed: Checkpoint | None = None,
+    prediction: Prediction | None = None,
 ) -> Progress:
     """Run the loop; what it leaves is in `run_dir`."""
     manifest = manifest_of(model)
@@ -60,6 +62,7 @@ def trained(
             num_steps=STEPS,
             watcher=watcher or Watcher(),
             state={},
+            prediction=prediction,
         )
         trainer.run(resumed)
         return trainer.progress
@@ -145,3 +148,36 @@ def test_held_out_loss_is_measured_and_does_not_disturb(tiny_model: Path, tmp_pa
     trained(tiny_model, tmp_path / "seldom")
     assert [step for step, _ in often.held_out_losses] == [0, 2, 4, 6]
     assert losses_of(tmp_path / "often") == losses_of(tmp_path / "seldom")
+
+
+def test_a_real_ring_is_held_against_its_promise(tiny_model: Path, tmp_path: Path) -> None:
+    """Bytes are known exactly: the middle rank sends a hidden vector up and a gradient down."""
+    positions, hidden_bytes = 100, 4 * manifest_of(tiny_model).spec.hidden_size
+    promise = Prediction(
+        positions=positions,
+        step_s=1.0,
+        period_s=0.1,
+        ranks=tuple(
+            RankPrediction(
+                name=f"device{rank}",
+                busy_share=0.5,
+                peak_memory_bytes=10**9,
+                sent_bytes=num_neighbours * positions * hidden_bytes,
+            )
+            for rank, num_neighbours in enumerate((1, 2, 1))
+        ),
+    )
+    progress = trained(
+        tiny_model, tmp_path / "run", backends=["torch", "mlx", "torch"], prediction=promise
+    )
+    found = progress.reckoning.compared()
+    assert found is not None
+    assert [device["sent_bytes"]["error"] for device in found["devices"]] == [0.0] * 3
+    assert all(0 < device["bubble_fraction"]["achieved"] < 1 for device in found["devices"])
+    assert all(device["peak_memory_bytes"]["achieved"] > 0 for device in found["devices"])
+    for row in RunDir(tmp_path / "run").read_metrics():
+        num_microbatches = 3 if row["step"] % 4 else 1  # 20 rows: an epoch's last step has 2
+        assert row["positions"] % (PAD_MULTIPLE * 2) == 0
+        assert row["positions"] >= row["tokens"]
+        assert (row["period_s"] > 0) == (num_microbatches > 1)
+        assert (num_microbatches - 1) * row["period_s"] < row["step_s"]

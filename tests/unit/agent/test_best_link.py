@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from exo_train.agent.driver import best_host_of
+from exo_train.agent.opening import best_host_of
 from exo_train.config import LoraConfig, OptimizerConfig
 from exo_train.peer import Address, NodeId
 from exo_train.plan.plan import Plan, RankPlan

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from exo_train.agent.what_if import plan_report
+from exo_train.agent.what_if import what_if_report
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, DataError, DoesNotFitError
@@ -48,7 +48,7 @@ def report(model: Path, tmp_path: Path, content: Any, **options: Any) -> dict[st
     file = tmp_path / "house.yaml"
     file.write_text(content if isinstance(content, str) else yaml.safe_dump(content), "utf-8")
     config = TrainConfig(model=str(model), **{"batch_size": 16, **options})
-    return plan_report(Home(tmp_path / "home"), config, file)
+    return what_if_report(Home(tmp_path / "home"), config, file)
 
 
 def test_a_script_can_check_the_plan(model: Path, tmp_path: Path) -> None:

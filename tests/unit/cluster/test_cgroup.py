@@ -99,3 +99,67 @@ def test_more_used_than_allowed_leaves_nothing(tmp_path: Path) -> None:
         },
     )
     assert read_memory_limit(root) == MemoryLimit(limit_bytes=100, free_bytes=0)
+
+
+def limit_of(root: Path, folder: str, files: dict[str, int | str]) -> MemoryLimit | None:
+    version = "4:memory:/a/b\n" if folder.startswith("memory") else "0::/a/b\n"
+    named = {f"sys/fs/cgroup/{folder}/{name}": f"{text}\n" for name, text in files.items()}
+    return read_memory_limit(lay_out(root, {"proc/self/cgroup": version, **named}))
+
+
+def test_above_memory_high_everything_waits_so_it_is_a_limit(tmp_path: Path) -> None:
+    files: dict[str, int | str] = {"memory.max": "max", "memory.high": 3 * GB, "memory.current": GB}
+    assert limit_of(tmp_path, "a/b", files) == MemoryLimit(3 * GB, 2 * GB)
+    files |= {"memory.max": 2 * GB}
+    assert limit_of(tmp_path, "a/b", files) == MemoryLimit(2 * GB, GB)
+
+
+def test_swap_of_version_2_is_no_memory(tmp_path: Path) -> None:
+    files: dict[str, int | str] = {
+        "memory.max": 2 * GB,
+        "memory.current": GB,
+        "memory.swap.max": 8 * GB,
+        "memory.swap.current": 0,
+    }
+    assert limit_of(tmp_path, "a/b", files) == MemoryLimit(2 * GB, GB)
+
+
+def test_version_1_counts_memory_and_swap_together_too(tmp_path: Path) -> None:
+    """Half a gigabyte lies in swap: what is free of memory may not be taken any more."""
+    files: dict[str, int | str] = {
+        "memory.limit_in_bytes": 2 * GB,
+        "memory.usage_in_bytes": GB,
+        "memory.memsw.limit_in_bytes": 2 * GB,
+        "memory.memsw.usage_in_bytes": 3 * GB // 2,
+    }
+    assert limit_of(tmp_path, "memory/a/b", files) == MemoryLimit(2 * GB, GB // 2)
+
+
+def test_version_1_tells_of_a_parents_limit_that_the_mount_hides(tmp_path: Path) -> None:
+    files: dict[str, int | str] = {
+        "memory.limit_in_bytes": 9223372036854771712,
+        "memory.usage_in_bytes": GB,
+        "memory.stat": f"cache 5\nhierarchical_memory_limit {3 * GB}\ntotal_inactive_file 0",
+    }
+    assert limit_of(tmp_path, "memory", files) == MemoryLimit(3 * GB, 2 * GB)
+
+
+@pytest.mark.parametrize("folder", ["a", "memory/a"], ids=["version 2", "version 1"])
+def test_each_group_up_the_tree_counts_with_its_own_usage(tmp_path: Path, folder: str) -> None:
+    """The inner group has room below its limit, the outer one has less left."""
+    limit, usage = ("memory.max", "memory.current")
+    if folder.startswith("memory"):
+        limit, usage = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    outer: dict[str, int | str] = {limit: 8 * GB, usage: 7 * GB}
+    inner: dict[str, int | str] = {limit: 4 * GB, usage: GB}
+    limit_of(tmp_path, folder, outer)
+    assert limit_of(tmp_path, f"{folder}/b", inner) == MemoryLimit(4 * GB, GB)
+
+
+def test_what_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
+    """Directories in place of files: reading fails, whoever asks."""
+    root = lay_out(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max/x": ""})
+    assert read_memory_limit(root) is None
+    (tmp_path / "sys/fs/cgroup/memory.high").write_text(f"{3 * GB}\n")
+    (tmp_path / "sys/fs/cgroup/memory.current").mkdir()
+    assert read_memory_limit(root) == MemoryLimit(limit_bytes=3 * GB, free_bytes=3 * GB)

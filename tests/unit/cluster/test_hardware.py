@@ -8,7 +8,14 @@ import psutil
 import pytest
 
 from exo_train.backends.registry import available_backends
-from exo_train.cluster.hardware import MAX_OVERRIDE_FACTOR, detect, parse_size
+from exo_train.cluster.hardware import (
+    MAX_OVERRIDE_FACTOR,
+    Processor,
+    detect,
+    offer,
+    parse_size,
+)
+from exo_train.cluster.system_memory import Memory
 from exo_train.errors import ConfigError
 
 BACKEND = available_backends()[0]
@@ -65,7 +72,7 @@ def test_unknown_backend_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("device", "sentence"),
     [
-        ("cuda:99", "'cuda:99' is not here"),
+        ("cuda:99", r"'cuda:99' is not here \(CUDA devices seen through NVML: .*needs the driver"),
         ("cuda:x", "unknown device 'cuda:x'; there are auto, cpu and cuda:N"),
         ("tpu", "unknown device 'tpu'"),
     ],
@@ -80,3 +87,40 @@ def test_a_wrong_mlx_device_is_refused() -> None:
     own = "gpu" if sys.platform == "darwin" else "cpu"
     with pytest.raises(ConfigError, match=f"mlx has device '{own}' here, not 'cuda:0'"):
         detect(backend="mlx", device="cuda:0")
+
+
+def gpu(number: int, total_gb: int, free_gb: int) -> Processor:
+    memory = Memory(total_bytes=total_gb * 10**9, free_bytes=free_gb * 10**9)
+    return Processor(
+        device=f"cuda:{number}", chip=f"card {number}", memory=memory, dtypes=("bf16", "fp32")
+    )
+
+
+def test_several_gpus_are_several_devices_with_memory_of_their_own() -> None:
+    hardware = offer("torch", [gpu(0, 24, 20), gpu(1, 8, 5), gpu(2, 8, 8)], memory_bytes=None)
+    assert (hardware.backend, hardware.device, hardware.chip) == ("torch", "cuda:0", "card 0")
+    assert hardware.memory_bytes == 24 * 10**9
+    assert hardware.usable_memory_bytes == int(20e9 * 0.88)
+    more = [(d.device, d.memory_bytes, d.usable_memory_bytes) for d in hardware.more_devices]
+    assert more == [("cuda:1", 8 * 10**9, int(5e9 * 0.88)), ("cuda:2", 8 * 10**9, int(8e9 * 0.88))]
+    assert hardware.more_devices[0].free_memory_bytes == 5 * 10**9
+    assert hardware.more_devices[0].dtypes == ("bf16", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("offered_gb", "usable_gb"),
+    [(22, [22, 4.4, 7.04]), (6, [6, 4.4, 6]), (2, [2, 2, 2])],
+    ids=["more than others have", "between", "less than all have"],
+)
+def test_the_users_number_is_the_first_ones_word_and_the_others_bound(
+    offered_gb: int, usable_gb: list[float]
+) -> None:
+    found = [gpu(0, 24, 20), gpu(1, 8, 5), gpu(2, 8, 8)]
+    hardware = offer("torch", found, memory_bytes=offered_gb * 10**9)
+    usable = [hardware.usable_memory_bytes, *(d.usable_memory_bytes for d in hardware.more_devices)]
+    assert [u / 1e9 for u in usable] == pytest.approx(usable_gb)
+
+
+def test_a_number_for_the_small_card_alone_is_believed() -> None:
+    """`--device cuda:1` leaves one processor: the word counts for it, whatever is free."""
+    assert offer("torch", [gpu(1, 8, 1)], memory_bytes=7 * 10**9).usable_memory_bytes == 7 * 10**9

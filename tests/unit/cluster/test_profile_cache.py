@@ -66,6 +66,13 @@ def test_what_was_put_is_found_by_another_process(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [FILE_NAME]
 
 
+def test_who_wants_it_fresh_gets_nothing_from_before(tmp_path: Path) -> None:
+    cache = ProfileCache(tmp_path)
+    cache.put("k", TIMES, now_s=NOW_S)
+    assert cache.get("k", with_ends=True, now_s=NOW_S + 9, since_s=NOW_S) == TIMES
+    assert cache.get("k", with_ends=True, now_s=NOW_S + 9, since_s=NOW_S + 1) is None
+
+
 def test_a_profile_with_ends_serves_a_stage_without_but_not_the_reverse(tmp_path: Path) -> None:
     cache = ProfileCache(tmp_path)
     cache.put("with", TIMES, now_s=NOW_S)
@@ -155,7 +162,9 @@ def test_another_version_or_number_of_threads_is_another_measurement(
     monkeypatch.setattr(profile_cache, "_version", lambda package: f"{package} of tomorrow")
     newest = key()
     monkeypatch.setenv("OMP_NUM_THREADS", "17")
-    assert len({before, newer, newest, key()}) == 4
+    threads = key()
+    monkeypatch.setenv("EXO_TRAIN_TEST_FAULT", "slow:2")
+    assert len({before, newer, newest, threads, key()}) == 5
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ HIDDEN_BYTES = 2 * 2048 * 4096 * 2  # one tensor between layers
 
 def test_the_whole_model_on_one_device():
     whole = StageSpec(start=0, end=32, embedding=True, head=True)
-    kinds = memory_by_kind(WORKLOAD, whole, in_flight=1)
+    kinds = memory_by_kind(WORKLOAD.stage_costs, whole, in_flight=1)
     assert kinds.weights_bytes == 2 * 8_030_261_248
     assert kinds.adapters_bytes == 16 * 41_943_040
     # A layer input each, what came and what goes, the head's input thrice (16 bit and fp32).
@@ -30,7 +30,7 @@ def test_the_whole_model_on_one_device():
 def test_a_recomputed_layer_counts_where_it_is_larger():
     workload = run_workload(LLAMA_8B, CONFIG, microbatch_size=4, value_bytes=2)
     last = StageSpec(start=30, end=32, embedding=False, head=True)
-    kinds = memory_by_kind(workload, last, in_flight=1)
+    kinds = memory_by_kind(workload.stage_costs, last, in_flight=1)
     gradients = 3 * 4 * 2048 * 14336 * 2
     activations = activation_bytes_per_token(
         LLAMA_8B, lora_rank=16, targets=ALL_TARGETS, activation_bytes=2
@@ -44,5 +44,20 @@ def test_tied_weights_are_there_once_on_a_stage(embedding):
     workload = run_workload(SMALL, TrainConfig(), microbatch_size=1, value_bytes=4)
     stage = StageSpec(start=0, end=4, embedding=embedding, head=True)
     layers = StageSpec(start=0, end=4, embedding=False, head=False)
-    kinds = [memory_by_kind(workload, s, in_flight=1).weights_bytes for s in (stage, layers)]
+    costs = workload.stage_costs
+    kinds = [memory_by_kind(costs, s, in_flight=1).weights_bytes for s in (stage, layers)]
     assert kinds[0] - kinds[1] == 4 * 128 * 256 + 4 * 256  # and the final norm
+
+
+def test_what_the_process_takes_is_a_kind_of_its_own():
+    stage = StageSpec(start=0, end=4, embedding=True, head=False)
+    with_process = run_workload(
+        SMALL, TrainConfig(), microbatch_size=1, value_bytes=4, process_bytes=300_000_000
+    )
+    without = run_workload(SMALL, TrainConfig(), microbatch_size=1, value_bytes=4)
+    kinds = memory_by_kind(with_process.stage_costs, stage, in_flight=2)
+    others = memory_by_kind(without.stage_costs, stage, in_flight=2)
+    assert kinds.process_bytes == 300_000_000
+    assert others.process_bytes == 0
+    assert kinds.workspace_bytes == others.workspace_bytes
+    assert kinds.total_bytes == others.total_bytes + 300_000_000

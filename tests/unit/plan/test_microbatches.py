@@ -100,3 +100,13 @@ def test_no_size_planned_in_full_is_better(seed):
         except DoesNotFitError:
             continue
     assert steps[size] <= TIE * min(steps.values())
+
+
+def test_sizes_are_compared_for_as_many_devices_as_asked_for():
+    """Alone, all sizes take 128 s; a ring that must be, over slow answers, wants large ones."""
+    home = simple_home(1.0, 1000.0, latency_s=1.0)
+    alone = choose_size(16, problem(home))
+    asked = choose_size(16, problem(home), at_least=2)
+    assert {c.step_s for c in alone[1]} == {128.0}
+    assert min(c.step_s for c in asked[1]) > 1000.0
+    assert choose_size(16, problem(simple_home(1.0)), at_least=2)[0] == 1  # there is just one

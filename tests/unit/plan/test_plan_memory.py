@@ -88,7 +88,7 @@ def test_checkpointing_keeps_only_the_layer_input():
 def test_logits_are_bounded_by_the_chunk():
     long, longer = costs(microbatch_tokens=4096)[-1], costs(microbatch_tokens=8192)[-1]
     assert long.workspace_bytes == longer.workspace_bytes
-    assert long.workspace_bytes == LOGITS_CHUNK_TOKENS * 128256 * 10
+    assert long.workspace_bytes == LOGITS_CHUNK_TOKENS * 128256 * 12
 
 
 def test_quantised_layers_keep_a_16_bit_vocabulary():
@@ -116,7 +116,7 @@ PROCESS_BYTES = 0
 
 @pytest.mark.parametrize("weight_bytes", TORCHTUNE_GIB, ids=["LoRA", "QLoRA"])
 def test_peak_is_what_torchtune_measured(weight_bytes):
-    """8 % and 11 % above; it trains adapters in bf16, and compiles."""
+    """10 % and 14 % above; it trains adapters in bf16, and compiles."""
     found = costs(
         weight_bytes_per_param=weight_bytes,
         lora_rank=8,

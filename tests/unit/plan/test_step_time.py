@@ -5,17 +5,34 @@ from __future__ import annotations
 import pytest
 
 from exo_train.plan.schedule import build_schedule
-from exo_train.plan.step_time import Wire, step_time_s
+from exo_train.plan.step_time import Wire, simulate_step
 
 INSTANT = Wire(latency_s=0.0, serial_s=0.0)
 
 
-def step_s(stage_s, num_microbatches, wire=INSTANT, *, name="1f1b", depths=None):
+def step(stage_s, num_microbatches, wire=INSTANT, *, name="1f1b", depths=None):
     schedule = build_schedule(
         name, num_ranks=len(stage_s), num_microbatches=num_microbatches, depths=depths
     )
     wires = [wire] * (len(stage_s) - 1)
-    return step_time_s(schedule, stage_s, up=wires, down=wires)
+    return simulate_step(schedule, stage_s, up=wires, down=wires)
+
+
+def step_s(*args, **options):
+    return step(*args, **options).end_s
+
+
+@pytest.mark.parametrize(("name", "pace_s"), [("1f1b", 4.0), ("gpipe", 2.0)])
+def test_pace_is_the_time_between_backwards_of_rank_0(name, pace_s):
+    """GPipe's backwards follow each other, with no forwards between them."""
+    found = step([1.0, 4.0], 10, name=name)
+    assert found.pace_s == pytest.approx(pace_s)
+
+
+def test_one_microbatch_has_no_pace_and_ranks_are_busy_for_their_actions():
+    assert step([1.0, 4.0], 1).pace_s == 0.0
+    assert step([1.0, 4.0], 10).busy_s == pytest.approx((10.0, 40.0))
+    assert step([1.0, 4.0], 10).end_s == pytest.approx(41.0)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
@@ -55,5 +72,5 @@ def test_a_shared_medium_carries_one_message_at_a_time():
 @pytest.mark.parametrize(("latency", "efficiency"), [(0.5, 0.667), (1.0, 0.5)])
 def test_latency_collapses_plain_1f1b(latency, efficiency):
     """Eight stages with F = B = 1: rank i holds p - i, too few to hide messages of 0.5 or 1."""
-    step = step_s([2.0] * 8, 400, Wire(latency_s=latency, serial_s=0.0))
-    assert 400 * 2.0 / step == pytest.approx(efficiency, abs=0.03)
+    found_s = step_s([2.0] * 8, 400, Wire(latency_s=latency, serial_s=0.0))
+    assert 400 * 2.0 / found_s == pytest.approx(efficiency, abs=0.03)

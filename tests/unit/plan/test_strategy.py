@@ -69,7 +69,7 @@ def test_a_ring_is_for_what_does_not_fit():
     assert "no device has room for the model alone; the ring a > b takes 5.5 s" in verdict.reason
     alone = by_strategy(verdict, "one device")
     assert [c.step_s for c in alone] == [None, None]
-    assert "2.0 GB in all, 1.0 GB too little" in alone[0].note
+    assert "needs 1.0 GB more than the 2.0 GB of a" in alone[0].note
     assert not by_strategy(verdict, "data parallel")
 
 
@@ -182,7 +182,7 @@ def test_the_verdict_is_the_shortest_available_step():
 
 
 def test_nothing_fits():
-    with pytest.raises(DoesNotFitError, match="too little"):
+    with pytest.raises(DoesNotFitError, match=r"needs 0\.5 GB more on every split"):
         compare(household(("a", 1.0, 1), ("b", 1.0, 1)), WORKLOAD, gradient_bytes=0)
 
 
@@ -199,3 +199,63 @@ def test_all_reduce_reckons_with_shared_air_and_missing_links():
     shared = dataclasses.replace(wire, links=dict.fromkeys(wire.links, air))
     assert all_reduce_s(shared, (0, 1, 2), 300_000_000) == pytest.approx(4 * (0.01 + 0.3))
     assert all_reduce_s(dataclasses.replace(wire, links={}), (0, 1), 1) == float("inf")
+
+
+WIFI = LinkProfile(latency_s=0.01, bytes_per_s=2e6, medium="wi-fi")
+
+
+def test_a_ring_that_was_asked_for_is_chosen_and_its_price_is_told():
+    home = household(("den-pc", 0.3, 9), ("old-mac", 0.9, 9), ("laptop", 0.9, 9), link=WIFI)
+    verdict = compare(home, WORKLOAD, gradient_bytes=10**9, at_least=3)
+    assert verdict.strategy == "pipeline"
+    assert sorted(verdict.chosen.devices) == [0, 1, 2]
+    assert verdict.plan is verdict.chosen.plan
+    names = " > ".join(home.devices[index].name for index in verdict.chosen.devices)
+    assert verdict.reason.startswith(
+        f"the ring {names} was asked for (at least 3 devices): {verdict.plan.step_s:.1f} s a step; "
+        f"den-pc alone would take 3.0 s"
+    )
+    assert verdict.runner_up.devices == (0,)
+    notes = {c.devices: c.note for c in verdict.candidates if c.available}
+    assert notes.pop(verdict.chosen.devices) == ""
+    assert set(notes.values()) == {"asked for at least 3 devices"}
+    assert len(notes) == 4  # each alone, and the best pair
+
+
+def test_what_is_best_anyway_is_not_said_to_be_asked_for():
+    home = household(("a", 1.0, 9), ("b", 1.0, 2))
+    freely = compare(home, WORKLOAD, gradient_bytes=0)
+    asked = compare(home, WORKLOAD, gradient_bytes=0, at_least=2)
+    assert asked.reason == freely.reason
+    assert asked.plan == freely.plan
+
+
+@pytest.mark.parametrize(
+    ("home", "num_layers", "limit"),
+    [
+        (household(("a", 1.0, 9), ("b", 1.0, 0)), 30, "only 1 device has memory"),
+        (household(("a", 1.0, 9), ("b", 1.0, 9), ("c", 1.0, 9)), 2, "the model has only 2 layers"),
+    ],
+)
+def test_where_so_many_cannot_take_part_the_most_do_and_the_reason_says_why(
+    home, num_layers, limit
+):
+    workload = dataclasses.replace(WORKLOAD, costs=(NOTHING, *[LAYER] * num_layers, NOTHING))
+    verdict = compare(home, workload, gradient_bytes=0, at_least=3)
+    assert len(verdict.chosen.devices) == min(2, num_layers, len(verdict.plan.stages))
+    assert verdict.reason.startswith(f"at least 3 devices were asked for, but {limit}; ")
+    assert verdict.chosen.note == ""
+
+
+def test_memory_may_allow_fewer_than_asked_for_and_the_price_is_told_too():
+    """Two take part; the third, with memory for no layer, does not, and links are slow."""
+    layer = dataclasses.replace(LAYER, static_bytes=2_000_000_000)
+    workload = dataclasses.replace(WORKLOAD, costs=(NOTHING, *[layer] * 2, NOTHING))
+    home = household(("a", 1.0, 9), ("b", 50.0, 9), ("c", 1.0, 1), link=WIFI)
+    verdict = compare(home, workload, gradient_bytes=0, at_least=3)
+    assert sorted(verdict.chosen.devices) == [0, 1]
+    assert "asked for, but the model has only 2 layers; the ring" in verdict.reason
+    assert "a alone would take" in verdict.reason
+    workload = dataclasses.replace(workload, costs=(NOTHING, *[layer] * 3, NOTHING))
+    verdict = compare(home, workload, gradient_bytes=0, at_least=3)
+    assert "asked for, but memory and links allow no more than 2; the ring" in verdict.reason

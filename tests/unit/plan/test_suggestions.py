@@ -95,14 +95,25 @@ def test_one_more_device_is_like_the_largest():
     assert found["one more device like d1 (11.0 GB)"].num_devices == 3
 
 
+def test_each_process_takes_memory_before_it_holds_a_model():
+    """On one device the missing bytes grow by the process; two need it once each."""
+    plain = attempt(10, max_seq_length=2048)
+    with_process = dataclasses.replace(plain, process_bytes=GB)
+    missing = [tried.shortfall(LLAMA_8B).missing_bytes() for tried in (plain, with_process)]
+    assert missing[1] - missing[0] == GB
+    assert "more than the 10.0 GB of d0" in refusal(with_process, LLAMA_8B)
+
+
 def test_no_device_with_memory():
     assert "no device has memory for anything" in refusal(attempt(0), LLAMA_8B)
 
 
+@pytest.mark.parametrize("process_bytes", [0, 800_000_000])
 @pytest.mark.parametrize("memory_gb", [(10.0, 10.0), (6.5, 9.5, 5.0), (19.0,)])
-def test_what_is_said_to_fit_is_planned_and_what_is_not_is_refused(memory_gb):
+def test_what_is_said_to_fit_is_planned_and_what_is_not_is_refused(memory_gb, process_bytes):
     """The planner itself judges each single change."""
     tried = attempt(*memory_gb, max_seq_length=2048)
+    tried = dataclasses.replace(tried, process_bytes=process_bytes)
     changes = {
         "--checkpoint-activations": {"checkpoint_activations": True},
         **{f"--max-seq-length {n}": {"max_seq_length": n} for n in (1024, 512, 256, 128)},
@@ -120,8 +131,17 @@ def test_what_is_said_to_fit_is_planned_and_what_is_not_is_refused(memory_gb):
 def plan_of(tried: Attempt):
     link = LinkProfile(latency_s=0.0, bytes_per_s=1e9)
     size = range(len(tried.usable_bytes))
+    base = tried.workload(LLAMA_8B).stage_costs
+    process = dataclasses.replace(base.per_stage, static_bytes=tried.process_bytes)
     devices = tuple(
-        DeviceProfile(name=name, usable_bytes=memory, layer_s=1.0, embedding_s=0.0, head_s=0.0)
+        DeviceProfile(
+            name=name,
+            usable_bytes=memory,
+            layer_s=1.0,
+            embedding_s=0.0,
+            head_s=0.0,
+            costs=dataclasses.replace(base, per_stage=process),
+        )
         for name, memory in tried.usable_bytes
     )
     home = Household(devices=devices, links={(a, b): link for a in size for b in size if a != b})

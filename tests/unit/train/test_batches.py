@@ -117,6 +117,7 @@ def test_splitting_keeps_every_row_target_and_key(lengths: list[int], microbatch
     positions = sum(m.tokens_BT.size for m in microbatches)
     pads = batch.num_padded_tokens(microbatch_size=microbatch_size, max_seq_length=MAX)
     assert positions == batch.num_tokens + pads
+    assert positions == batch.num_positions(microbatch_size=microbatch_size, max_seq_length=MAX)
     seen = {}
     for microbatch in microbatches:
         for row, key in enumerate(microbatch.row_keys):

@@ -19,8 +19,10 @@ def make_step(step: int = 1, **changes) -> StepMetrics:
         "grad_norm": 0.7,
         "tokens": 100,
         "supervised_tokens": 40,
+        "positions": 128,
         "tokens_per_s": 50.0,
         "step_s": 2.0,
+        "period_s": 0.4,
         "generation": 0,
         "ranks": (
             RankMetrics(
@@ -40,7 +42,7 @@ def test_keys_are_the_published_ones():
     plain = make_step().to_dict()
     assert set(plain) == {
         "step", "epoch", "loss", "lr", "grad_norm", "tokens", "supervised_tokens",
-        "tokens_per_s", "step_s", "generation", "ranks",
+        "positions", "tokens_per_s", "step_s", "period_s", "generation", "ranks",
     }  # fmt: skip
     assert set(plain["ranks"][0]) == {
         "rank", "name", "busy_s", "bubble_fraction", "sent_bytes", "peak_memory_bytes",

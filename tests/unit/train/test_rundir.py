@@ -27,8 +27,10 @@ def make_step(step: int, name: str = "küche\u2028mac") -> StepMetrics:
         grad_norm=1.0,
         tokens=10,
         supervised_tokens=5,
+        positions=16,
         tokens_per_s=5.0,
         step_s=2.0,
+        period_s=0.5,
         generation=0,
         ranks=(rank,),
     )
@@ -122,7 +124,7 @@ def test_summary_has_the_published_keys(run):
     plain = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))
     assert set(plain) == {
         "schema", "status", "steps", "saved_step", "loss_first", "loss_last", "eval_loss_before",
-        "eval_loss_after", "tokens", "tokens_per_s", "devices", "adapters",
+        "eval_loss_after", "tokens", "tokens_per_s", "devices", "adapters", "prediction",
     }  # fmt: skip
     assert plain["schema"] == 1
     assert plain["loss_last"] is None
@@ -135,6 +137,7 @@ def test_summary_has_the_published_keys(run):
             "device": "gpu",
             "layers": [0, 7],
             "busy_share": 0.9,
+            "bubble_fraction": pytest.approx(0.1),
             "peak_memory_bytes": 10**9,
         }
     ]

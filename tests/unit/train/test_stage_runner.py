@@ -54,7 +54,7 @@ class Driver:
             )
         )
 
-    def step(self, step: int, *, shift: int = 0) -> pb.RunMessage:
+    def step(self, step: int, *, shift: int = 0, times: int = 1) -> pb.RunMessage:
         batches = BatchPlan(
             examples=random_examples(self.manifest.spec.vocab_size), batch_size=2, seed=0
         )
@@ -63,7 +63,9 @@ class Driver:
         )
         microbatch = replace(microbatch, tokens_BT=microbatch.tokens_BT + shift)
         data = to_microbatch_data(microbatch, with_tokens=True, with_targets=True)
-        return self.message(step_input=pb.StepInput(step=step, loss_scale=0.1, microbatches=[data]))
+        return self.message(
+            step_input=pb.StepInput(step=step, loss_scale=0.1, microbatches=[data] * times)
+        )
 
     def commit(self, step: int, **changes: float) -> pb.RunMessage:
         values = {"learning_rate": 1e-3, "grad_scale": 1.0} | changes
@@ -89,6 +91,18 @@ def test_the_usual_order(driver: Driver) -> None:
     for step in (1, 2):
         assert driver.say(driver.step(step)) == "step_report"
         assert driver.say(driver.commit(step)) == "committed"
+
+
+def test_the_report_has_the_pace_of_the_backwards(driver: Driver) -> None:
+    driver.load()
+    driver.say(driver.step(1))
+    assert driver.answers[-1].step_report.period_s == 0.0, "one microbatch has no pace"
+    driver.say(driver.commit(1))
+    driver.say(driver.step(2, times=3))
+    report = driver.answers[-1].step_report
+    assert 0 < 2 * report.period_s < report.step_s
+    assert report.busy_s <= report.step_s
+    assert report.sent_bytes == 0
 
 
 @pytest.mark.parametrize(

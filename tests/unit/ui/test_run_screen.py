@@ -71,8 +71,10 @@ def make_step() -> StepMetrics:
         grad_norm=0.5,
         tokens=100,
         supervised_tokens=50,
+        positions=128,
         tokens_per_s=100.0,
         step_s=1.0,
+        period_s=0.2,
         generation=1,
         ranks=ranks,
     )
@@ -124,3 +126,14 @@ def test_json_has_no_number_that_json_cannot_hold() -> None:
     lines: list[str] = []
     JsonScreen(lines.append).evaluation(0, float("nan"))
     assert json.loads(lines[0])["loss"] is None
+
+
+@pytest.mark.parametrize("kind", [LiveScreen, PlainScreen])
+def test_a_long_note_stays_one_line(kind: type[LiveScreen] | type[PlainScreen]) -> None:
+    """It may end with a command, which is copied or searched for in a log."""
+    note = "step 240: " + "steps take 1.4 times as long; " * 5 + "exo-train train --resume 'my run'"
+    out = io.StringIO()
+    screen = kind(Console(file=out, force_terminal=kind is LiveScreen, width=40))
+    screen.note(note)
+    screen.close()
+    assert note in ANSI.sub("", out.getvalue()).splitlines()

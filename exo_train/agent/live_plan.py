@@ -1,0 +1,252 @@
+"""A plan for the members that are here: measured speed, measured links, memory now.
+
+Owns the questions that a plan asks of the household, and their order: a layer's time on every
+device at once, the missing links meanwhile, and again for the microbatches that were chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from exo_train.agent.deciding import Decision, decide, decide_for_size, given_size
+from exo_train.agent.live_household import (
+    ask_profiles,
+    device_profile,
+    links_of,
+    request_for,
+)
+from exo_train.agent.planning import (
+    DTYPE_BYTES,
+    Candidate,
+    Key,
+    compute_dtype,
+    model_shape,
+    wire_dtype,
+)
+from exo_train.config import TrainConfig
+from exo_train.errors import DoesNotFitError, ExoTrainError, PeerError
+from exo_train.models.spec import ModelSpec
+from exo_train.peer import NodeId
+from exo_train.plan.block_times import BlockTimes
+from exo_train.plan.device_memory import counts_process, stage_costs
+from exo_train.plan.exact import ExactPlan
+from exo_train.plan.memory import ModelShape
+from exo_train.plan.prediction import Prediction, predict
+from exo_train.plan.profiles import DeviceProfile, Household, LinkProfile, Workload
+from exo_train.plan.suggestions import Attempt, refusal
+from exo_train.plan.workloads import run_workload
+from exo_train.train.step_shapes import StepShapes
+from exo_train.transport.tls import PeerTls
+
+# A device's time grows with the positions; measuring at few different lengths finds more in the
+# cache.
+MEASURED_MULTIPLE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """How members are asked: over which connections, and what the user sees of it."""
+
+    status: Callable[[], dict[str, Any]]
+    tls_to: Callable[[NodeId], PeerTls]
+    on_note: Callable[[str], None]
+    wants_stop: Callable[[], bool] = lambda: False
+    best_host: Callable[[NodeId], str] = lambda node_id: ""  # dialled first
+    fresh: bool = False  # measure, whatever was measured before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveProblem:
+    """Implements Problem: `times` are of microbatches of `size` sequences of `width` positions."""
+
+    spec: ModelSpec
+    config: TrainConfig
+    steps: StepShapes
+    candidates: tuple[Candidate, ...]
+    times: tuple[BlockTimes, ...]
+    links: Mapping[tuple[int, int], LinkProfile]
+    size: int
+    width: int
+
+    @property
+    def shape(self) -> ModelShape:
+        return model_shape(self.spec)
+
+    @property
+    def dtypes(self) -> list[str]:
+        return [compute_dtype(c, self.config.dtype) for c in self.candidates]
+
+    @property
+    def wire_bytes(self) -> int:
+        return DTYPE_BYTES[wire_dtype(self.dtypes, self.config.wire_dtype)]
+
+    def sized(self, microbatch_size: int) -> tuple[Household, Workload]:
+        """Scale what was measured to microbatches of another size."""
+        step = self.steps(microbatch_size)
+        tokens = microbatch_size * step.longest  # the longest microbatch decides memory
+        devices = [
+            self._device(candidate, dtype, times, tokens)
+            for candidate, dtype, times in zip(
+                self.candidates, self.dtypes, self.times, strict=True
+            )
+        ]
+        measured = self.size * self.width
+        household = Household(devices=tuple(devices), links=dict(self.links))
+        workload = run_workload(
+            self.shape,
+            replace(self.config, max_seq_length=step.longest, batch_size=step.num_sequences),
+            microbatch_size=microbatch_size,
+            value_bytes=self.wire_bytes,
+        )
+        boundary_values = microbatch_size * step.mean_width * self.shape.hidden_size
+        return (
+            household.with_times(microbatch_size * step.mean_width / measured),
+            replace(workload, boundary_bytes=round(boundary_values * self.wire_bytes)),
+        )
+
+    def _device(
+        self, candidate: Candidate, dtype: str, times: BlockTimes, tokens: int
+    ) -> DeviceProfile:
+        value_bytes = DTYPE_BYTES[dtype]
+        costs = stage_costs(
+            self.shape,
+            backend=candidate.backend,
+            device=candidate.device,
+            value_bytes=value_bytes,
+            weight_bytes_per_param=value_bytes,
+            wire_bytes=self.wire_bytes,
+            lora_rank=self.config.rank,
+            targets=self.config.targets,
+            microbatch_tokens=tokens,
+            checkpoint_activations=self.config.checkpoint_activations,
+            times=times,
+            measured_tokens=self.size * self.width,
+        )
+        return device_profile(candidate, times, costs)
+
+    def refusal(self) -> str:
+        """Say what is missing with the microbatches that need least memory, and what would fit."""
+        size = given_size(self.config) or 1
+        value_bytes = max(DTYPE_BYTES[dtype] for dtype in self.dtypes)
+        attempt = Attempt(
+            config=replace(self.config, max_seq_length=self.steps(size).longest),
+            usable_bytes=tuple((c.name, c.usable_memory_bytes) for c in self.candidates),
+            microbatch_size=size,
+            value_bytes=value_bytes,
+            weight_bytes_per_param=value_bytes,
+            process_bytes=max(t.process_bytes for t in self.times),
+        )
+        return refusal(attempt, self.shape)
+
+    def predict(self, plan: ExactPlan, microbatch_size: int) -> Prediction:
+        """Promise what the run's own reports will be held against."""
+        household, workload = self.sized(microbatch_size)
+        used = [self.candidates[stage.device] for stage in plan.stages]
+        return predict(
+            plan,
+            household,
+            workload,
+            positions=self.steps(microbatch_size).positions,
+            counts_process=[counts_process(c.backend, c.device) for c in used],
+        )
+
+
+def decide_live(
+    spec: ModelSpec,
+    config: TrainConfig,
+    steps: StepShapes,
+    candidates: Sequence[Candidate],
+    asking: Asking,
+    *,
+    at_least: int,
+) -> tuple[LiveProblem, Decision]:
+    """Measure what is not known yet, and decide.
+
+    Raises DoesNotFitError with what would fit, PeerError where links are missing, and what a
+    device said where none could be measured.
+    """
+    size = given_size(config)
+    problem = measure(spec, config, steps, candidates, asking, size=size or 1)
+    decision = decide(problem, at_least=at_least)
+    if decision.microbatch_size == problem.size:
+        return problem, decision
+    # Larger microbatches make better use of a GPU: what was scaled so far is measured now.
+    chosen = decision.microbatch_size
+    again = measure(spec, config, steps, problem.candidates, asking, size=chosen)
+    try:
+        found = decide_for_size(again, chosen, sizes=decision.sizes, at_least=at_least)
+    except DoesNotFitError:
+        raise DoesNotFitError(again.refusal()) from None
+    return again, found
+
+
+def measure(
+    spec: ModelSpec,
+    config: TrainConfig,
+    steps: StepShapes,
+    candidates: Sequence[Candidate],
+    asking: Asking,
+    *,
+    size: int,
+) -> LiveProblem:
+    """Ask every candidate for a layer's time; who cannot say is left out, with a note."""
+    width = measured_width(steps(size).mean_width, config.max_seq_length)
+    requests = {
+        candidate.key: request_for(
+            candidate,
+            spec.config_json,
+            config,
+            compute_dtype=compute_dtype(candidate, config.dtype),
+            microbatch_size=size,
+            sequence=width,
+            budget_s=config.profile_s,
+        )
+        for candidate in candidates
+    }
+    answers = ask_profiles(
+        candidates,
+        requests,
+        asking.tls_to,
+        fresh=asking.fresh,
+        on_note=asking.on_note,
+        wants_stop=asking.wants_stop,
+        best_host=asking.best_host,
+    )
+    measured = _only_measured(candidates, answers, asking.on_note)
+    links = links_of(asking.status, measured, on_note=asking.on_note, wants_stop=asking.wants_stop)
+    return LiveProblem(
+        spec=spec,
+        config=config,
+        steps=steps,
+        candidates=tuple(measured),
+        times=tuple(times for c in measured if isinstance(times := answers[c.key], BlockTimes)),
+        links=links,
+        size=size,
+        width=width,
+    )
+
+
+def measured_width(mean_width: float, max_seq_length: int) -> int:
+    return min(MEASURED_MULTIPLE * math.ceil(mean_width / MEASURED_MULTIPLE), max_seq_length)
+
+
+def _only_measured(
+    candidates: Sequence[Candidate],
+    answers: Mapping[Key, BlockTimes | ExoTrainError],
+    on_note: Callable[[str], None],
+) -> list[Candidate]:
+    measured, failures = [], []
+    for candidate in candidates:
+        answer = answers[candidate.key]
+        if isinstance(answer, BlockTimes):
+            measured.append(candidate)
+        else:
+            failures.append((candidate, answer))
+    if not measured:
+        raise failures[0][1] if failures else PeerError("there is no device to plan for")
+    for candidate, error in failures:
+        on_note(f"{candidate.name} is left out: {error}")
+    return measured

@@ -1,0 +1,241 @@
+"""Which plan a run gets: as measured, as the user laid it down, as before, or by memory alone.
+
+Owns the choice among these four and what the user is told of it. A resumed run keeps its split
+while all its devices are here: only then are its losses those of the uninterrupted one to the last
+digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from exo_train.agent.deciding import given_size
+from exo_train.agent.live_plan import Asking, LiveProblem, decide_live, measure
+from exo_train.agent.planning import (
+    Candidate,
+    Part,
+    compute_dtype,
+    make_plan,
+    note_left_out,
+    plan_of,
+    ring_order,
+)
+from exo_train.config import TrainConfig
+from exo_train.errors import ConfigError, ExoTrainError
+from exo_train.models.manifest import ModelManifest
+from exo_train.peer import NodeId, devices_called
+from exo_train.plan.drift import Drift, replan
+from exo_train.plan.exact import ExactPlan, plan_with_layers
+from exo_train.plan.plan import Plan
+from exo_train.plan.prediction import Prediction
+from exo_train.train.batches import choose_microbatch_size
+from exo_train.train.step_shapes import StepShapes
+
+# Less is within what a measurement is good for.
+WORTH_A_RESTART = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """`prediction` is None where nothing was measured; `advise` says what a new plan would gain."""
+
+    plan: Plan
+    prediction: Prediction | None = None
+    advise: Callable[[Drift], str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A split that is not to be decided: devices in ring order, with their numbers of layers."""
+
+    candidates: tuple[Candidate, ...]
+    layers: tuple[int, ...]
+    microbatch_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is to be planned. `again` is how the user goes on with it after a stop."""
+
+    config: TrainConfig
+    manifest: ModelManifest
+    steps: StepShapes
+    cluster: str
+    coordinator: NodeId
+    again: str
+
+    @property
+    def at_least(self) -> int:
+        """Who asks for so many devices, or for just these, wants them to take part."""
+        return max(self.config.min_devices, len(self.config.devices))
+
+
+def choose_plan(
+    run: Run, candidates: Sequence[Candidate], asking: Asking, *, before: Plan | None = None
+) -> RunPlan:
+    """Plan the run; `before` is the plan to keep, of a run that is resumed.
+
+    Raises DoesNotFitError with what would fit, ConfigError for a split that cannot be, and
+    PeerError where links are missing.
+    """
+    given = _as_before(run, candidates, before) if before else None
+    if run.config.layers:
+        given = _laid_down(run, candidates)
+    if not run.config.profile_s:
+        return _unmeasured(run, candidates, given, asking.on_note)
+    if given is not None:
+        return _measured_as_given(run, given, asking)
+    problem, decision = decide_live(
+        run.manifest.spec, run.config, run.steps, candidates, asking, at_least=run.at_least
+    )
+    asking.on_note(f"plan: {decision.verdict.reason}")
+    return _written(run, problem, decision.microbatch_size, decision.verdict.plan, asking)
+
+
+def _written(
+    run: Run, problem: LiveProblem, microbatch_size: int, plan: ExactPlan, asking: Asking
+) -> RunPlan:
+    parts = [
+        Part(
+            candidate=problem.candidates[stage.device],
+            stage=stage.stage,
+            memory_bytes=stage.memory_bytes,
+        )
+        for stage in plan.stages
+    ]
+    note_left_out(
+        problem.candidates, parts, asking.on_note, why="a step takes no less time with it"
+    )
+    prediction = problem.predict(plan, microbatch_size)
+    rate = prediction.positions / prediction.step_s
+    asking.on_note(f"predicted: {prediction.step_s:.3g} s a step, {rate:.0f} positions/s")
+    return RunPlan(
+        plan=plan_of(
+            parts,
+            run.config,
+            run.manifest,
+            cluster=run.cluster,
+            microbatch_size=microbatch_size,
+        ),
+        prediction=prediction,
+        advise=lambda drift: _advice(run, problem, microbatch_size, plan, drift),
+    )
+
+
+def _measured_as_given(run: Run, given: Given, asking: Asking) -> RunPlan:
+    """Predict what the given split will do; what cannot be measured is not predicted."""
+    config, size = run.config, given.microbatch_size
+    try:
+        problem = measure(run.manifest.spec, config, run.steps, given.candidates, asking, size=size)
+    except ConfigError:
+        raise
+    except ExoTrainError as error:
+        asking.on_note(f"nothing is predicted: {error}")
+        return _unmeasured(run, given.candidates, given, asking.on_note)
+    if len(problem.candidates) < len(given.candidates):
+        return _unmeasured(run, given.candidates, given, asking.on_note)
+    household, workload = problem.sized(size)
+    plan = plan_with_layers(household, workload, range(len(given.candidates)), given.layers)
+    return _written(run, problem, size, plan, asking)
+
+
+def _unmeasured(
+    run: Run,
+    candidates: Sequence[Candidate],
+    given: Given | None,
+    on_note: Callable[[str], None],
+) -> RunPlan:
+    if given is None:
+        ordered = ring_order(candidates, run.coordinator)
+        on_note("plan: layers are shared out by memory; nothing is measured or predicted")
+        return RunPlan(
+            plan=make_plan(ordered, run.config, run.manifest, cluster=run.cluster, on_note=on_note)
+        )
+    parts, start = [], 0
+    for index, (candidate, count) in enumerate(zip(given.candidates, given.layers, strict=True)):
+        parts.append(Part.of(candidate, start, count, index, len(given.layers)))
+        start += count
+    return RunPlan(
+        plan=plan_of(
+            parts,
+            run.config,
+            run.manifest,
+            cluster=run.cluster,
+            microbatch_size=given.microbatch_size,
+        )
+    )
+
+
+def _as_before(run: Run, candidates: Sequence[Candidate], before: Plan) -> Given | None:
+    """Give the split of the plan before where each rank's device is here and computes as then."""
+    by_key = {candidate.key: candidate for candidate in candidates}
+    found = [by_key.get((rank.node_id, rank.device)) for rank in before.ranks]
+    kept = [
+        candidate
+        for candidate, rank in zip(found, before.ranks, strict=True)
+        if candidate is not None
+        and candidate.backend == rank.backend
+        and compute_dtype(candidate, run.config.dtype) == rank.compute_dtype
+        and candidate.usable_memory_bytes >= rank.memory_bytes
+    ]
+    if len(kept) < len(before.ranks) or before.num_layers != run.manifest.spec.num_layers:
+        return None
+    return Given(
+        candidates=tuple(kept),
+        layers=tuple(rank.stage.num_layers for rank in before.ranks),
+        microbatch_size=before.microbatch_size,
+    )
+
+
+def _laid_down(run: Run, candidates: Sequence[Candidate]) -> Given:
+    """Read --layers NAME:COUNT,…; raises ConfigError naming what is wrong with it."""
+    num_layers = run.manifest.spec.num_layers
+    chosen: list[Candidate] = []
+    counts: list[int] = []
+    for text in run.config.layers:
+        name, _, count = text.rpartition(":")
+        names = {NodeId(str(i)): c.name for i, c in enumerate(candidates)}
+        found = [candidates[int(i)] for i in devices_called(name, names)]
+        found = found or [c for c in candidates if name and c.node_id.startswith(name)]
+        if len(found) != 1:
+            here = ", ".join(c.name for c in candidates)
+            raise ConfigError(f"--layers: no single device here is called '{name}' (here: {here})")
+        if not count.isdecimal() or int(count) < 1:
+            raise ConfigError(
+                f"--layers: '{text}' must be NAME:COUNT with a count of at least 1, like den-pc:20"
+            )
+        if found[0] in chosen:
+            raise ConfigError(f"--layers names {found[0].name} twice; a device has one stage")
+        chosen.append(found[0])
+        counts.append(int(count))
+    if sum(counts) != num_layers:
+        raise ConfigError(
+            f"--layers gives out {sum(counts)} layers, but the model has {num_layers}; each needs "
+            f"one owner"
+        )
+    size = given_size(run.config) or choose_microbatch_size(
+        run.config.batch_size, num_stages=len(chosen)
+    )
+    return Given(candidates=tuple(chosen), layers=tuple(counts), microbatch_size=size)
+
+
+def _advice(
+    run: Run, problem: LiveProblem, microbatch_size: int, plan: ExactPlan, drift: Drift
+) -> str:
+    """Say what planning anew would gain, where it is worth a restart."""
+    if drift.rank is None or drift.rank_factor is None:
+        return "no device computes more slowly, so it is the network: see `exo-train status`"
+    household, workload = problem.sized(microbatch_size)
+    slowdowns = [1.0] * len(household.devices)
+    slowdowns[plan.stages[drift.rank].device] = drift.rank_factor
+    try:
+        found = replan(household, workload, plan, slowdowns, at_least=run.at_least)
+    except ExoTrainError:
+        return ""
+    if found.current_step_s < WORTH_A_RESTART * found.best_step_s:
+        return "planned anew it would hardly be faster"
+    return (
+        f"planned anew a step would take {found.best_step_s:.3g} s instead of "
+        f"{found.current_step_s:.3g} s: stop with Ctrl-C and go on with: {run.again} --replan"
+    )

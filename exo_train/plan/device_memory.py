@@ -1,0 +1,169 @@
+"""What a stage takes on one device: its backend, its number format, its process.
+
+Owns how a backend's memory differs from `memory`'s formulas, and which of the formula and a
+device's own measurement counts. Pure. Must not decide who gets what.
+
+Measured on Linux, torch 2.13 and MLX 0.32 on CPUs, with `bench/memory.py`. Stated, never tried:
+CUDA and Metal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from exo_train.plan.block_times import BlockMemory, BlockTimes
+from exo_train.plan.memory import LayerCost, ModelShape, boundary_cost, pseudo_layer_costs
+from exo_train.plan.profiles import StageCosts
+
+MB = 1_000_000
+# A worker before it holds a model: interpreter, gRPC, framework, model classes, one tiny step.
+TORCH_PROCESS_BYTES = 400 * MB
+MLX_PROCESS_BYTES = 365 * MB
+# Not measured: what CUDA's context takes of a GPU, by NVIDIA's own account 0.3 to 0.6 GB.
+CUDA_CONTEXT_BYTES = 500 * MB
+# Matrix products of real sizes make the libraries keep packed blocks; MLX keeps 32 MiB of freed
+# buffers. Measured: 5 to 34 MB and 20 to 38 MB.
+TORCH_LIBRARY_BYTES = 25 * MB
+MLX_LIBRARY_BYTES = 27 * MB
+# glibc's heap over what is live in it: activations that stay lie between temporaries that go, and
+# the holes are kept. Measured: 1.3 to 1.75. A fixed threshold above which tensors get pages of
+# their own makes it 1.0, and costs 25 to 45 % more processor time (h = 576 and 256).
+HEAP_FACTOR = 1.5
+
+
+def counts_process(backend: str, device: str) -> bool:
+    """Tell whether a stage's own report is its process' size: on CPUs, not on GPUs."""
+    return not is_gpu(backend, device)
+
+
+def is_gpu(backend: str, device: str) -> bool:
+    return device == "gpu" if backend == "mlx" else device.startswith("cuda")
+
+
+def default_process_bytes(backend: str, device: str) -> int:
+    """Give what a worker takes of the device's memory without a model, where nobody measured."""
+    if backend == "mlx":
+        return MLX_PROCESS_BYTES
+    return CUDA_CONTEXT_BYTES if is_gpu(backend, device) else TORCH_PROCESS_BYTES
+
+
+def stage_costs(
+    shape: ModelShape,
+    *,
+    backend: str,
+    device: str,
+    value_bytes: int,
+    weight_bytes_per_param: float,
+    wire_bytes: int,
+    lora_rank: int,
+    targets: Sequence[str],
+    microbatch_tokens: int,
+    checkpoint_activations: bool,
+    times: BlockTimes | None = None,
+    measured_tokens: int = 0,
+) -> StageCosts:
+    """Give a stage's costs on a device, from formulas and from its profile where that is more.
+
+    `times` were taken with microbatches of `measured_tokens` (0: of this size); what they count
+    is scaled to `microbatch_tokens`.
+    """
+    embedding, layer, *_, head = pseudo_layer_costs(
+        shape,
+        weight_bytes_per_param=weight_bytes_per_param,
+        lora_rank=lora_rank,
+        targets=targets,
+        microbatch_tokens=microbatch_tokens,
+        activation_bytes=value_bytes,
+        checkpoint_activations=False,
+    )
+    memory = None
+    if times is not None and times.memory is not None:
+        memory = _scaled(times.memory, microbatch_tokens / (measured_tokens or microbatch_tokens))
+    process_bytes = default_process_bytes(backend, device)
+    if times is not None and times.process_bytes:
+        process_bytes = times.process_bytes
+    boundary = boundary_cost(
+        hidden_size=shape.hidden_size, microbatch_tokens=microbatch_tokens, wire_bytes=wire_bytes
+    )
+    layer_input_bytes = microbatch_tokens * shape.hidden_size * value_bytes
+    if backend == "mlx":
+        scores = 2 * shape.num_heads * microbatch_tokens**2 * value_bytes
+        layer = _mlx_layer(layer, scores, memory)
+        # Only the boundary tensors stay in flight; the head's gradient is one of them.
+        head = dataclasses.replace(head, per_microbatch_bytes=0)
+        factor, library_bytes = 1.0, MLX_LIBRARY_BYTES
+    else:
+        on_cpu = not is_gpu(backend, device)
+        factor = HEAP_FACTOR if on_cpu else 1.0
+        library_bytes = TORCH_LIBRARY_BYTES if on_cpu else 0
+        if checkpoint_activations:
+            layer = _checkpointed(layer, layer_input_bytes, keeps_recomputed=on_cpu)
+        if memory is not None:
+            in_flight_bytes = max(layer.per_microbatch_bytes, memory.layer_in_flight_bytes)
+            layer = dataclasses.replace(layer, per_microbatch_bytes=in_flight_bytes)
+        layer = _in_heap(layer, factor)
+    return StageCosts(
+        embedding=embedding,
+        layer=layer,
+        head=_in_heap(head, factor),
+        per_stage=dataclasses.replace(
+            _in_heap(boundary, factor), static_bytes=process_bytes + library_bytes
+        ),
+    )
+
+
+def _mlx_layer(layer: LayerCost, scores_bytes: int, memory: BlockMemory | None) -> LayerCost:
+    """MLX keeps nothing in flight; its backward holds all layers of the stage at once.
+
+    Attention scores are there in full, twice (scores and their softmax; derived, and measured
+    within 10 %). Checkpointing does not change that (measured). So what a layer needs to compute
+    grows with the layers, as its weights do. A profile has counted it exactly.
+    """
+    layer_bytes = layer.per_microbatch_bytes + scores_bytes
+    workspace_bytes = layer.workspace_bytes
+    if memory is not None:
+        layer_bytes, workspace_bytes = memory.layer_workspace_bytes, memory.workspace_bytes
+    return dataclasses.replace(
+        layer,
+        static_bytes=layer.static_bytes + layer_bytes,
+        per_microbatch_bytes=0,
+        workspace_bytes=workspace_bytes,
+    )
+
+
+def _checkpointed(layer: LayerCost, input_bytes: int, *, keeps_recomputed: bool) -> LayerCost:
+    """Keep a layer's input, and recompute the rest.
+
+    In glibc's heap the recomputed values of one layer do not reuse the room of the one before
+    (measured: stages of 4 and of 10 layers grew by all their layers' values, once).
+    """
+    recomputed_bytes = layer.per_microbatch_bytes
+    if keeps_recomputed:
+        return dataclasses.replace(
+            layer,
+            static_bytes=layer.static_bytes + round(HEAP_FACTOR * recomputed_bytes),
+            per_microbatch_bytes=input_bytes,
+        )
+    return dataclasses.replace(
+        layer,
+        per_microbatch_bytes=input_bytes,
+        workspace_bytes=layer.workspace_bytes + recomputed_bytes,
+    )
+
+
+def _in_heap(cost: LayerCost, factor: float) -> LayerCost:
+    """Weights are large and stay, so they leave no holes."""
+    return dataclasses.replace(
+        cost,
+        per_microbatch_bytes=round(factor * cost.per_microbatch_bytes),
+        workspace_bytes=round(factor * cost.workspace_bytes),
+    )
+
+
+def _scaled(memory: BlockMemory, factor: float) -> BlockMemory:
+    return BlockMemory(
+        layer_in_flight_bytes=round(factor * memory.layer_in_flight_bytes),
+        layer_workspace_bytes=round(factor * memory.layer_workspace_bytes),
+        workspace_bytes=round(factor * memory.workspace_bytes),
+    )

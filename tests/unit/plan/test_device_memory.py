@@ -1,0 +1,152 @@
+"""What backend, device and profile change in a stage's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from exo_train.config import ALL_TARGETS
+from exo_train.plan.block_times import BlockMemory, BlockTimes
+from exo_train.plan.device_memory import (
+    CUDA_CONTEXT_BYTES,
+    HEAP_FACTOR,
+    MLX_LIBRARY_BYTES,
+    TORCH_LIBRARY_BYTES,
+    TORCH_PROCESS_BYTES,
+    counts_process,
+    default_process_bytes,
+    stage_costs,
+)
+from exo_train.plan.memory import ModelShape, boundary_cost, pseudo_layer_costs
+from exo_train.plan.profiles import StageCosts
+
+TOKENS = 512
+SHAPE = ModelShape(
+    num_layers=12,
+    hidden_size=384,
+    intermediate_size=1024,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=64,
+    vocab_size=16384,
+    tied_embeddings=True,
+)
+
+
+def costs(backend: str, device: str, **changed: Any) -> StageCosts:
+    options: dict[str, Any] = {
+        "value_bytes": 4,
+        "weight_bytes_per_param": 4,
+        "wire_bytes": 4,
+        "lora_rank": 8,
+        "targets": ALL_TARGETS,
+        "microbatch_tokens": TOKENS,
+        "checkpoint_activations": False,
+    }
+    return stage_costs(SHAPE, backend=backend, device=device, **{**options, **changed})
+
+
+def times(memory: BlockMemory | None, process_bytes: int = 0) -> BlockTimes:
+    return BlockTimes(
+        layer_forward_s=0.1,
+        layer_backward_s=0.2,
+        overhead_s=0.0,
+        layer_update_s=0.0,
+        slowdown=1.0,
+        num_repetitions=9,
+        memory=memory,
+        process_bytes=process_bytes,
+    )
+
+
+def formula(*, checkpoint: bool = False, value_bytes: int = 4):
+    return pseudo_layer_costs(
+        SHAPE,
+        weight_bytes_per_param=value_bytes,
+        lora_rank=8,
+        targets=ALL_TARGETS,
+        microbatch_tokens=TOKENS,
+        activation_bytes=value_bytes,
+        checkpoint_activations=checkpoint,
+    )
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_cuda_takes_what_the_formula_says_and_a_context(checkpoint: bool) -> None:
+    embedding, layer, *_, head = formula(checkpoint=checkpoint)
+    found = costs("torch", "cuda:0", checkpoint_activations=checkpoint)
+    assert (found.embedding, found.layer, found.head) == (embedding, layer, head)
+    assert found.per_stage.static_bytes == CUDA_CONTEXT_BYTES
+    boundary = boundary_cost(hidden_size=384, microbatch_tokens=TOKENS, wire_bytes=4)
+    assert found.per_stage.per_microbatch_bytes == boundary.per_microbatch_bytes
+
+
+def test_a_heap_holds_more_than_what_is_live_but_not_of_weights() -> None:
+    embedding, layer, *_, head = formula()
+    found = costs("torch", "cpu")
+    assert found.embedding == embedding
+    assert found.layer.static_bytes == layer.static_bytes
+    assert found.layer.per_microbatch_bytes == HEAP_FACTOR * layer.per_microbatch_bytes
+    assert found.head.workspace_bytes == HEAP_FACTOR * head.workspace_bytes
+    assert found.head.tied_bytes == head.tied_bytes
+    assert found.per_stage.static_bytes == TORCH_PROCESS_BYTES + TORCH_LIBRARY_BYTES
+
+
+def test_checkpointing_saves_in_flight_but_a_heap_keeps_each_layers_recomputed_values() -> None:
+    plain, checkpointed = costs("torch", "cpu"), costs("torch", "cpu", checkpoint_activations=True)
+    layer_input_bytes = TOKENS * 384 * 4
+    assert checkpointed.layer.per_microbatch_bytes == HEAP_FACTOR * layer_input_bytes
+    kept_bytes = checkpointed.layer.static_bytes - plain.layer.static_bytes
+    assert kept_bytes == plain.layer.per_microbatch_bytes
+    four_in_flight = [c.layer.static_bytes + 4 * c.layer.per_microbatch_bytes
+                      for c in (checkpointed, plain)]  # fmt: skip
+    assert four_in_flight[0] < four_in_flight[1] / 2
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_mlx_needs_its_layers_values_and_scores_once_and_none_in_flight(checkpoint: bool) -> None:
+    layer = formula()[1]
+    found = costs("mlx", "cpu", checkpoint_activations=checkpoint)
+    scores_bytes = 6 * TOKENS * TOKENS * 4
+    grown_bytes = found.layer.static_bytes - layer.static_bytes
+    assert grown_bytes == layer.per_microbatch_bytes + 2 * scores_bytes
+    assert found.layer.per_microbatch_bytes == found.head.per_microbatch_bytes == 0
+    assert found.layer.adapter_bytes == layer.adapter_bytes
+
+
+def test_a_profile_replaces_the_guess_for_mlx_and_is_scaled_to_the_microbatch() -> None:
+    memory = BlockMemory(
+        layer_in_flight_bytes=0, layer_workspace_bytes=5_000_000, workspace_bytes=3_000_000
+    )
+    found = costs("mlx", "cpu", times=times(memory, 300_000_000), measured_tokens=TOKENS // 2)
+    assert found.layer.static_bytes == formula()[1].static_bytes + 10_000_000
+    assert found.layer.workspace_bytes == 6_000_000
+    assert found.per_stage.static_bytes == 300_000_000 + MLX_LIBRARY_BYTES
+
+
+def test_a_profile_that_counts_less_than_the_formula_is_not_believed() -> None:
+    planned_bytes = formula()[1].per_microbatch_bytes
+    for counted_bytes, expected_bytes in ((1, planned_bytes), (planned_bytes * 2,) * 2):
+        memory = BlockMemory(
+            layer_in_flight_bytes=counted_bytes, layer_workspace_bytes=0, workspace_bytes=0
+        )
+        found = costs("torch", "cuda:0", times=times(memory))
+        assert found.layer.per_microbatch_bytes == expected_bytes
+
+
+def test_sixteen_bits_halve_weights_on_the_device_that_uses_them() -> None:
+    wide, narrow = (
+        costs("torch", "cpu", value_bytes=size, weight_bytes_per_param=size) for size in (4, 2)
+    )
+    assert narrow.embedding.static_bytes * 2 == wide.embedding.static_bytes
+    assert narrow.per_stage == wide.per_stage, "the wire has one format for all"
+
+
+def test_only_reports_of_cpus_have_the_process_in_them() -> None:
+    assert counts_process("torch", "cpu")
+    assert counts_process("mlx", "cpu")
+    assert not counts_process("torch", "cuda:1")
+    assert not counts_process("mlx", "gpu")
+    assert default_process_bytes("torch", "cuda:1") == CUDA_CONTEXT_BYTES
+    assert 200e6 < default_process_bytes("mlx", "gpu") < 600e6
