@@ -9,7 +9,7 @@ from typing import Any
 from exo_train.agent.deciding import Decision
 from exo_train.agent.what_if_epoch import EpochFacts
 from exo_train.plan.chains import serial_s
-from exo_train.plan.exact import ExactPlan, PlannedStage
+from exo_train.plan.exact import PlannedStage
 from exo_train.plan.memory_kinds import memory_by_kind
 from exo_train.plan.profiles import Household, Workload
 from exo_train.plan.strategy import StrategyCandidate
@@ -38,13 +38,13 @@ def _verdict_fields(found: Decision) -> dict[str, Any]:
         "verdict": verdict.reason,
         "runner_up": _candidate(runner_up, household) if runner_up else None,
         "candidates": [_candidate(c, household) for c in verdict.candidates],
-        "stages": [_stage(stage, verdict.plan, found) for stage in verdict.plan.stages],
+        "stages": [_stage(stage, found) for stage in verdict.plan.stages],
         "links": _links(found),
         "all_orders_tried": verdict.plan.exact,
     }
 
 
-def _stage(stage: PlannedStage, plan: ExactPlan, found: Decision) -> dict[str, Any]:
+def _stage(stage: PlannedStage, found: Decision) -> dict[str, Any]:
     costs = found.workload.costs_of(found.household.devices[stage.device])
     kinds = memory_by_kind(costs, stage.stage, in_flight=stage.in_flight)
     return {
@@ -53,7 +53,7 @@ def _stage(stage: PlannedStage, plan: ExactPlan, found: Decision) -> dict[str, A
         "embedding": stage.stage.embedding,
         "head": stage.stage.head,
         "time_s": stage.time_s,
-        "busy_share": stage.time_s * found.workload.num_microbatches / plan.step_s,
+        "busy_share": stage.busy_share,
         "memory_bytes": stage.memory_bytes,
         "usable_memory_bytes": stage.usable_bytes,
         "memory_by_kind": dataclasses.asdict(kinds),
@@ -83,6 +83,8 @@ def _time_fields(found: Decision, step_positions: int, epoch: EpochFacts | None)
     step_s = plan.step_s
     return {
         "period_s": plan.period_s,
+        "pace_s": plan.pace_s,
+        "update_s": plan.update_s,
         "step_s": step_s,
         "step_positions": step_positions,
         "tokens_per_s": step_positions / step_s,
@@ -104,6 +106,7 @@ def _inputs(household: Household, workload: Workload) -> dict[str, Any]:
     """Give all numbers that went in, so that a script can check the plan."""
     return {
         "layer_costs": [dataclasses.asdict(cost) for cost in workload.costs],
+        "per_stage_bytes": workload.per_stage.static_bytes,
         "per_stage_bytes_per_microbatch": workload.per_stage.per_microbatch_bytes,
         "boundary_bytes": workload.boundary_bytes,
         "schedule": workload.schedule,
@@ -114,6 +117,11 @@ def _inputs(household: Household, workload: Workload) -> dict[str, Any]:
                 "layer_s": device.layer_s,
                 "embedding_s": device.embedding_s,
                 "head_s": device.head_s,
+                "head_layer_s": device.head_layer_s,
+                "overhead_s": device.overhead_s,
+                "layer_update_s": device.layer_update_s,
+                # Where the device stores or computes otherwise than `layer_costs` say.
+                "costs": dataclasses.asdict(device.costs) if device.costs else None,
             }
             for device in household.devices
         ],

@@ -20,7 +20,7 @@ MB = 1_000_000
 # A worker before it holds a model: interpreter, gRPC, framework, model classes, one tiny step.
 TORCH_PROCESS_BYTES = 400 * MB
 MLX_PROCESS_BYTES = 365 * MB
-# Not measured: what CUDA's context takes of a GPU, by NVIDIA's own account 0.3 to 0.6 GB.
+# Not measured: a guess at what CUDA's context takes of a GPU.
 CUDA_CONTEXT_BYTES = 500 * MB
 # Matrix products of real sizes make the libraries keep packed blocks; MLX keeps 32 MiB of freed
 # buffers. Measured: 5 to 34 MB and 20 to 38 MB.
@@ -28,8 +28,11 @@ TORCH_LIBRARY_BYTES = 25 * MB
 MLX_LIBRARY_BYTES = 27 * MB
 # glibc's heap over what is live in it: activations that stay lie between temporaries that go, and
 # the holes are kept. Measured: 1.3 to 1.75. A fixed threshold above which tensors get pages of
-# their own makes it 1.0, and costs 25 to 45 % more processor time (h = 576 and 256).
+# their own makes it 1.0, and costs 25 to 50 % more processor time (h = 576 and 256).
 HEAP_FACTOR = 1.5
+# Adapters compute in fp32: of a 16-bit layer, the backward of one of the wide projections holds
+# its input, its gradient and its input's gradient a second time (derived).
+FP32_BYTES = 4
 
 
 def counts_process(backend: str, device: str) -> bool:
@@ -99,6 +102,9 @@ def stage_costs(
         library_bytes = TORCH_LIBRARY_BYTES if on_cpu else 0
         if checkpoint_activations:
             layer = _checkpointed(layer, layer_input_bytes, keeps_recomputed=on_cpu)
+        if value_bytes < FP32_BYTES:
+            wide_bytes = 3 * microbatch_tokens * shape.intermediate_size * FP32_BYTES
+            layer = dataclasses.replace(layer, workspace_bytes=layer.workspace_bytes + wide_bytes)
         if memory is not None:
             in_flight_bytes = max(layer.per_microbatch_bytes, memory.layer_in_flight_bytes)
             layer = dataclasses.replace(layer, per_microbatch_bytes=in_flight_bytes)

@@ -14,6 +14,7 @@ from rich.text import Text
 
 BAR_CELLS = 24
 KINDS = {
+    "process_bytes": "process",
     "weights_bytes": "weights",
     "adapters_bytes": "adapters, optimizer",
     "activations_bytes": "activations",
@@ -75,7 +76,7 @@ def _candidates_table(report: dict[str, Any]) -> Table:
             candidate["strategy"],
             ", ".join(candidate["devices"]),
             "does not fit" if step_s is None else _seconds(step_s),
-            candidate["note"].split(";")[0] if not candidate["available"] else "",
+            candidate["note"].split(";")[0] if step_s is not None else "",
         )
     return table
 

@@ -64,10 +64,11 @@ def test_a_slow_device_gets_few_layers_and_the_numbers_stay_right(
     assert found.keys() == {"attic", "hall", snail}
     assert found[snail] == 1, f"memory is equal, its speed is not: {found}"
     prediction = summary(tmp_path / "run")["prediction"]
-    # Rows are of different lengths, and a prediction takes time to grow with length.
-    slowest_s = 0.8 * 2 * SLEEP_MS / 1000
-    assert prediction["period_s"]["predicted"] >= slowest_s
-    assert prediction["period_s"]["achieved"] >= slowest_s
+    # Three microbatches, each sleeping in forward and backward. Rows are of different lengths, and
+    # a prediction takes time to grow with length, which sleeping does not.
+    slowest_s = 0.8 * 3 * 2 * SLEEP_MS / 1000
+    assert prediction["step_s"]["predicted"] >= slowest_s
+    assert prediction["step_s"]["achieved"] >= slowest_s
     assert {device["name"] for device in prediction["devices"]} == found.keys()
     for device in prediction["devices"]:
         assert device["sent_bytes"]["error"] == pytest.approx(0.0, abs=0.02), device
@@ -78,9 +79,7 @@ def test_nobody_who_only_slows_the_ring_takes_part_unasked(
     household: Household, measured: TrainConfig, snail: str, tmp_path: Path
 ) -> None:
     run_training(household.homes[snail], measured, tmp_path / "run")
-    found = layers(tmp_path / "run")
-    assert snail not in found, "the coordinator need not compute"
-    assert "desk" not in found or len(found) > 1
+    assert snail not in layers(tmp_path / "run"), "the coordinator need not compute"
 
 
 def test_a_resumed_run_keeps_its_split_and_its_numbers_to_the_last_digit(

@@ -18,7 +18,7 @@ from exo_train.plan.device_memory import (
     default_process_bytes,
     stage_costs,
 )
-from exo_train.plan.memory import ModelShape, boundary_cost, pseudo_layer_costs
+from exo_train.plan.memory import LayerCost, ModelShape, boundary_cost, pseudo_layer_costs
 from exo_train.plan.profiles import StageCosts
 
 TOKENS = 512
@@ -60,7 +60,7 @@ def times(memory: BlockMemory | None, process_bytes: int = 0) -> BlockTimes:
     )
 
 
-def formula(*, checkpoint: bool = False, value_bytes: int = 4):
+def formula(*, checkpoint: bool = False, value_bytes: int = 4) -> tuple[LayerCost, ...]:
     return pseudo_layer_costs(
         SHAPE,
         weight_bytes_per_param=value_bytes,
@@ -141,6 +141,12 @@ def test_sixteen_bits_halve_weights_on_the_device_that_uses_them() -> None:
     )
     assert narrow.embedding.static_bytes * 2 == wide.embedding.static_bytes
     assert narrow.per_stage == wide.per_stage, "the wire has one format for all"
+
+
+def test_adapters_in_16_bit_layers_hold_their_inputs_and_gradients_in_fp32_too() -> None:
+    narrow = costs("torch", "cuda:0", value_bytes=2)
+    wide_bytes = narrow.layer.workspace_bytes - formula(value_bytes=2)[1].workspace_bytes
+    assert wide_bytes == 3 * TOKENS * 1024 * 4
 
 
 def test_only_reports_of_cpus_have_the_process_in_them() -> None:

@@ -47,8 +47,8 @@ def test_the_sentence_says_what_is_missing_and_what_would_fit():
     assert refusal(attempt(10, 10, max_seq_length=2048), LLAMA_8B) == (
         "does not fit: needs 8.1 GB more on every split (usable: d0 10.0 GB, d1 10.0 GB); "
         "--checkpoint-activations fits on 2 devices; --max-seq-length 256 fits on 2 devices; "
-        "--rank 4 → still no, 8.0 GB missing; a 4-bit base (not yet available) → still no, "
-        "2.7 GB missing; one more device like d1 (10.0 GB) → still no, 4.0 GB missing"
+        "--rank 4 → still no, 8.1 GB missing; a 4-bit base (not yet available) → still no, "
+        "2.9 GB missing; one more device like d1 (10.0 GB) → still no, 4.0 GB missing"
     )
 
 
