@@ -40,6 +40,8 @@ WORD = "river "
 SPEEDS = {"fast": 5.0, "middle": 10.0, "slow": 20.0}
 MEMORY = {"fast": "2GB", "middle": "2GB", "slow": "4GB"}
 SLEEPING_LAYERS = 30
+NUM_ROUNDS = 2
+MAX_SPEED_STEPS = 4  # they sleep: more would say the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +134,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="exo-train-bench-") as folder:
         root = Path(folder)
         if "speeds" in parts:
-            _speeds(root, options.steps)
+            _speeds(root, min(options.steps, MAX_SPEED_STEPS))
         chosen = [ring for ring in RINGS if "rings" in parts and options.only in ring.name]
         if "links" in parts:
             if missing := why_not():
@@ -155,9 +157,9 @@ def _speeds(root: Path, steps: int) -> None:
     times_s: dict[str, list[float]] = {name: [] for name in splits}
     layers: dict[str, str] = {}
     with _local(root / "speeds", ("torch",) * 3, tuple(SPEEDS.values()), names=SPEEDS) as agents:
-        for round_number in (1, 2):
+        for round_number in range(1, NUM_ROUNDS + 1):
             for name, changes in splits.items():
-                config = _config(root, SLEEPER, steps, devices=3)
+                config = _config(root, SLEEPER, steps, devices=3, batch_size=24)
                 run_dir = root / f"{name} {round_number}"
                 summary = _train(agents, replace(config, run_dir=str(run_dir), **changes))
                 rows = (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
@@ -222,16 +224,18 @@ def _pin(pid: int, number: int) -> None:
         process.cpu_affinity([cores[number % len(cores)]])
 
 
-def _config(root: Path, model: Model, steps: int, *, devices: int) -> TrainConfig:
-    data = root / f"{model.name}.jsonl"
+def _config(
+    root: Path, model: Model, steps: int, *, devices: int, batch_size: int = 8
+) -> TrainConfig:
+    data = root / f"{model.name}-{batch_size}.jsonl"
     if not data.exists():
         row = json.dumps({"text": WORD * (2 * model.length)})
-        data.write_text((row + "\n") * 8, encoding="utf-8")
+        data.write_text((row + "\n") * batch_size, encoding="utf-8")
     return TrainConfig(
         model=str(model.make(root)),
         data=str(data),
         steps=steps,
-        batch_size=8,
+        batch_size=batch_size,
         microbatch_size=1,
         max_seq_length=model.length,
         min_devices=devices,

@@ -102,6 +102,9 @@ def _agents(screen: RunScreen) -> Iterator[LocalAgents]:
             agents.wait_met()
             waited_s = time.monotonic() - started_s
             screen.note(f"{len(DEVICES)} agents were paired and met in {waited_s:.1f} s")
+            screen.note(
+                "predictions are for devices of their own; these three share one machine's cores"
+            )
             yield agents
 
 

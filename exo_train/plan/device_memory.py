@@ -80,16 +80,14 @@ def stage_costs(
         activation_bytes=value_bytes,
         checkpoint_activations=False,
     )
-    memory = None
-    if times is not None and times.memory is not None:
-        memory = _scaled(times.memory, microbatch_tokens / (measured_tokens or microbatch_tokens))
-    process_bytes = default_process_bytes(backend, device)
-    if times is not None and times.process_bytes:
-        process_bytes = times.process_bytes
+    memory = times.memory if times else None
+    if memory is not None:
+        memory = _scaled(memory, microbatch_tokens / (measured_tokens or microbatch_tokens))
+    measured_bytes = times.process_bytes if times else 0
+    process_bytes = measured_bytes or default_process_bytes(backend, device)
     boundary = boundary_cost(
         hidden_size=shape.hidden_size, microbatch_tokens=microbatch_tokens, wire_bytes=wire_bytes
     )
-    layer_input_bytes = microbatch_tokens * shape.hidden_size * value_bytes
     if backend == "mlx":
         scores = 2 * shape.num_heads * microbatch_tokens**2 * value_bytes
         layer = _mlx_layer(layer, scores, memory)
@@ -101,14 +99,10 @@ def stage_costs(
         factor = HEAP_FACTOR if on_cpu else 1.0
         library_bytes = TORCH_LIBRARY_BYTES if on_cpu else 0
         if checkpoint_activations:
-            layer = _checkpointed(layer, layer_input_bytes, keeps_recomputed=on_cpu)
-        if value_bytes < FP32_BYTES:
-            wide_bytes = 3 * microbatch_tokens * shape.intermediate_size * FP32_BYTES
-            layer = dataclasses.replace(layer, workspace_bytes=layer.workspace_bytes + wide_bytes)
-        if memory is not None:
-            in_flight_bytes = max(layer.per_microbatch_bytes, memory.layer_in_flight_bytes)
-            layer = dataclasses.replace(layer, per_microbatch_bytes=in_flight_bytes)
-        layer = _in_heap(layer, factor)
+            input_bytes = microbatch_tokens * shape.hidden_size * value_bytes
+            layer = _checkpointed(layer, input_bytes, keeps_recomputed=on_cpu)
+        wide_values = 3 * microbatch_tokens * shape.intermediate_size * (value_bytes < FP32_BYTES)
+        layer = _in_heap(_torch_layer(layer, wide_values, memory), factor)
     return StageCosts(
         embedding=embedding,
         layer=layer,
@@ -116,6 +110,18 @@ def stage_costs(
         per_stage=dataclasses.replace(
             _in_heap(boundary, factor), static_bytes=process_bytes + library_bytes
         ),
+    )
+
+
+def _torch_layer(layer: LayerCost, wide_values: int, memory: BlockMemory | None) -> LayerCost:
+    """Add the fp32 copies that adapters make of 16-bit values; a profile's count may be more."""
+    in_flight_bytes = layer.per_microbatch_bytes
+    if memory is not None:
+        in_flight_bytes = max(in_flight_bytes, memory.layer_in_flight_bytes)
+    return dataclasses.replace(
+        layer,
+        per_microbatch_bytes=in_flight_bytes,
+        workspace_bytes=layer.workspace_bytes + FP32_BYTES * wide_values,
     )
 
 

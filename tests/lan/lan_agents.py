@@ -118,7 +118,16 @@ class LanAgent(RunningAgent):
             make_tiny_model(model, num_layers=NUM_LAYERS)
             lines = [json.dumps({"text": f"the river {'on ' * n}and on"}) for n in range(8)]
             data.write_text("\n".join(lines), "utf-8")
-        few = ("--steps", f"{NUM_STEPS}", "--batch-size", "4", "--dtype", "fp32", "--profile-s", "0")
+        few = (
+            "--steps",
+            f"{NUM_STEPS}",
+            "--batch-size",
+            "4",
+            "--dtype",
+            "fp32",
+            "--profile-s",
+            "0",
+        )
         command = self.command("train", str(model), "--data", str(data), *few, *options)
         return subprocess.run(
             command,

@@ -161,7 +161,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_would_fit(
     household.add("matchbox", "torch", memory="40MB")
     household.wait_met(["attic", "matchbox"])
     try:
-        with pytest.raises(DoesNotFitError, match="more than the 40.0 MB of matchbox"):
+        with pytest.raises(DoesNotFitError, match=r"more than the 40\.0 MB of matchbox"):
             run_training(
                 household.homes["attic"], measured, tmp_path / "run", devices=("matchbox",)
             )

@@ -1,0 +1,236 @@
+"""From measured times to a plan and its promise, without a device: all numbers are given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from exo_train.agent.deciding import decide
+from exo_train.agent.live_plan import LiveProblem, measured_width
+from exo_train.agent.planning import Candidate
+from exo_train.agent.run_plan import Run, _advice, _as_before
+from exo_train.config import TrainConfig
+from exo_train.errors import DoesNotFitError
+from exo_train.models.manifest import ModelManifest
+from exo_train.models.spec import ModelSpec
+from exo_train.peer import NodeId
+from exo_train.plan.block_times import BlockTimes, EndTimes
+from exo_train.plan.drift import Drift
+from exo_train.plan.plan import Plan, RankPlan
+from exo_train.plan.profiles import LinkProfile
+from exo_train.plan.stages import StageSpec
+from exo_train.train.step_shapes import StepShape, full_steps
+from tests.tiny_models import tiny_config
+
+NUM_LAYERS = 14
+SPEC = ModelSpec.from_config(tiny_config(num_layers=NUM_LAYERS), place="test")
+CONFIG = TrainConfig(batch_size=32, microbatch_size=1, max_seq_length=64)
+FAST_LINK = LinkProfile(latency_s=1e-4, bytes_per_s=1e9)
+
+
+def times(layer_s: float, **changes: Any) -> BlockTimes:
+    values: dict[str, Any] = {
+        "layer_forward_s": layer_s / 2,
+        "layer_backward_s": layer_s / 2,
+        "overhead_s": 0.0,
+        "layer_update_s": 0.0,
+        "slowdown": 1.0,
+        "num_repetitions": 50,
+        "ends": EndTimes(embedding_s=0, head_s=0, head_layer_s=layer_s, head_workspace_bytes=0),
+        "process_bytes": 100_000_000,
+    }
+    return BlockTimes(**{**values, **changes})
+
+
+def candidate(name: str, **changes: Any) -> Candidate:
+    values: dict[str, Any] = {
+        "node_id": NodeId(name[0] * 32),
+        "name": name,
+        "backend": "torch",
+        "device": "cpu",
+        "usable_memory_bytes": 4 * 10**9,
+        "dtypes": ("fp32", "bf16", "fp16"),
+        "addresses": (),
+    }
+    return Candidate(**{**values, **changes})
+
+
+def problem(*layer_s: float, **changes: Any) -> LiveProblem:
+    names = ("anna", "berta", "clara")[: len(layer_s)]
+    pairs = [(a, b) for a in range(len(names)) for b in range(len(names)) if a != b]
+    values: dict[str, Any] = {
+        "spec": SPEC,
+        "config": CONFIG,
+        "steps": full_steps(CONFIG),
+        "candidates": tuple(candidate(name) for name in names),
+        "times": tuple(times(seconds) for seconds in layer_s),
+        "links": dict.fromkeys(pairs, FAST_LINK),
+        "size": 1,
+        "width": 64,
+    }
+    return LiveProblem(**{**values, **changes})
+
+
+def run(**changes: Any) -> Run:
+    values: dict[str, Any] = {
+        "config": CONFIG,
+        "manifest": ModelManifest(spec=SPEC, infos={}, digests={}, model_hash="m"),
+        "steps": full_steps(CONFIG),
+        "cluster": "c",
+        "coordinator": NodeId("a" * 32),
+        "again": "exo-train train --resume somewhere",
+    }
+    return Run(**{**values, **changes})
+
+
+def test_layers_go_by_speed() -> None:
+    """Speeds 1:2:4 share 14 layers as 8, 4 and 2."""
+    decision = decide(problem(0.01, 0.02, 0.04), at_least=3)
+    stages = decision.verdict.plan.stages
+    assert {s.device: s.stage.num_layers for s in stages} == {0: 8, 1: 4, 2: 2}
+    assert decision.verdict.plan.period_s == pytest.approx(0.08)
+
+
+def test_times_grow_with_the_data_and_memory_with_its_longest_row() -> None:
+    def steps(size: int) -> StepShape:
+        return StepShape(num_sequences=32, mean_width=16.0, longest=48)
+
+    short = problem(0.01, 0.02, steps=steps)
+    household, workload = short.sized(2)
+    assert household.devices[0].layer_s == pytest.approx(0.01 * 2 * 16 / 64)
+    assert workload.boundary_bytes == 2 * 16 * SPEC.hidden_size * 4
+    assert workload.num_microbatches == 16
+    longer = problem(0.01, 0.02, steps=lambda size: replace(steps(size), longest=64))
+    costs, longer_costs = (p.sized(2)[0].devices[0].costs for p in (short, longer))
+    assert costs is not None
+    assert longer_costs is not None
+    assert costs.layer.per_microbatch_bytes < longer_costs.layer.per_microbatch_bytes
+
+
+def test_each_device_stores_in_its_own_format() -> None:
+    """A GPU computes in bf16, a CPU in fp32: half the weights, and boundaries of 16 bits."""
+    gpu = candidate("berta", device="cuda:0", dtypes=("bf16", "fp16", "fp32"))
+    mixed = problem(0.01, 0.01, candidates=(candidate("anna"), gpu))
+    household, workload = mixed.sized(1)
+    cpu_costs, gpu_costs = (device.costs for device in household.devices)
+    assert cpu_costs is not None
+    assert gpu_costs is not None
+    adapter_bytes = cpu_costs.layer.adapter_bytes
+    weights = [c.layer.static_bytes - adapter_bytes for c in (cpu_costs, gpu_costs)]
+    assert weights[0] == 2 * weights[1]
+    assert workload.boundary_bytes == 64 * SPEC.hidden_size * 2
+
+
+def test_the_promise_counts_what_the_ranks_will_report() -> None:
+    live = problem(0.01, 0.02)
+    decision = decide(live, at_least=2)
+    plan = decision.verdict.plan
+    promise = live.predict(plan, 1)
+    assert promise.positions == 32 * 64
+    assert promise.step_s == plan.step_s
+    assert [rank.name for rank in promise.ranks] == [
+        live.candidates[stage.device].name for stage in plan.stages
+    ]
+    message_bytes = 64 * SPEC.hidden_size * 4
+    assert [rank.sent_bytes for rank in promise.ranks] == [32 * message_bytes] * 2
+    assert all(rank.peak_memory_bytes > 100_000_000 for rank in promise.ranks), "the process too"
+
+
+def test_what_does_not_fit_is_refused_with_the_process_counted() -> None:
+    small = problem(0.01, candidates=(candidate("anna", usable_memory_bytes=90_000_000),))
+    with pytest.raises(DoesNotFitError, match=r"more than the 90\.0 MB of anna"):
+        decide(small)
+
+
+def test_few_lengths_are_measured_and_none_beyond_the_limit() -> None:
+    assert measured_width(17.2, 64) == 24
+    assert measured_width(64, 64) == 64
+    assert measured_width(61.5, 62) == 62
+
+
+def plan_before(*ranks: tuple[str, int], dtype: str = "fp32") -> Plan:
+    start, parts = 0, []
+    for index, (name, count) in enumerate(ranks):
+        stage = StageSpec(
+            start=start,
+            end=start + count,
+            embedding=index == 0,
+            head=index == len(ranks) - 1,
+        )
+        start += count
+        parts.append(
+            RankPlan(
+                rank=index,
+                node_id=NodeId(name[0] * 32),
+                name=name,
+                backend="torch",
+                device="cpu",
+                compute_dtype=dtype,
+                stage=stage,
+                memory_bytes=2 * 10**9,
+            )
+        )
+    return Plan(
+        cluster="c",
+        run_id="1",
+        generation=1,
+        model_hash="m",
+        num_layers=NUM_LAYERS,
+        hidden_size=SPEC.hidden_size,
+        ranks=tuple(parts),
+        pipeline_schedule="1f1b",
+        microbatch_size=3,
+        max_seq_length=64,
+        wire_dtype="fp32",
+        lora=CONFIG.lora,
+        optimizer=CONFIG.optimizer,
+        seed=0,
+    )
+
+
+def test_a_resumed_run_keeps_its_split_while_its_devices_are_as_before() -> None:
+    before = plan_before(("berta", 9), ("anna", 5))
+    here = [candidate("anna"), candidate("berta"), candidate("clara")]
+    kept = _as_before(run(), here, before)
+    assert kept is not None
+    assert [c.name for c in kept.candidates] == ["berta", "anna"]
+    assert kept.layers == (9, 5)
+    assert kept.microbatch_size == 3
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        [candidate("anna")],
+        [candidate("anna"), candidate("berta", device="cuda:0")],
+        [candidate("anna"), candidate("berta", backend="mlx")],
+        [candidate("anna"), candidate("berta", dtypes=("bf16", "fp32"))],
+        [candidate("anna"), candidate("berta", usable_memory_bytes=10**9)],
+    ],
+    ids=["gone", "another processor", "another backend", "another dtype", "less memory"],
+)
+def test_it_is_planned_anew_when_one_of_them_is_not(changed: list[Candidate]) -> None:
+    assert _as_before(run(), changed, plan_before(("berta", 9), ("anna", 5))) is None
+
+
+def test_advice_names_the_gain_and_the_command() -> None:
+    """Of two equal devices one became three times as slow: 11 + 3 layers, 0.11 s for 0.21."""
+    live = problem(0.01, 0.01)
+    plan = decide(live, at_least=2).verdict.plan
+    drift = Drift(factor=2.9, rank=1, rank_factor=3.0)
+    asked_for_two = run(config=replace(CONFIG, min_devices=2))
+    said = _advice(asked_for_two, live, 1, plan, drift)
+    assert said.endswith("go on with: exo-train train --resume somewhere --replan")
+    assert "a step would take 3.59 s instead of 6.79 s" in said, said
+
+
+def test_no_restart_is_advised_for_little_or_for_a_link() -> None:
+    live = problem(0.01, 0.01)
+    plan = decide(live, at_least=2).verdict.plan
+    asked_for_two = run(config=replace(CONFIG, min_devices=2))
+    little = Drift(factor=1.16, rank=1, rank_factor=1.16)
+    assert "--resume" not in _advice(asked_for_two, live, 1, plan, little)
+    link = Drift(factor=3.0, rank=None, rank_factor=None)
+    assert "network" in _advice(asked_for_two, live, 1, plan, link)
