@@ -22,7 +22,7 @@ from exo_train.backends.memory import peak_process_bytes
 from exo_train.config import LoraConfig
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.block_times import BlockTimes
-from exo_train.plan.device_memory import stage_costs
+from exo_train.plan.device_memory import Processor, stage_costs
 from exo_train.plan.memory import ModelShape
 from exo_train.plan.profiles import StageCosts
 from exo_train.plan.stages import StageSpec
@@ -143,16 +143,18 @@ def costs_of(setting: Setting, times: BlockTimes | None) -> StageCosts:
             vocab_size=spec.vocab_size,
             tied_embeddings=spec.tied_embeddings,
         ),
-        backend=setting.backend,
-        device="cpu",
+        processor=Processor(
+            backend=setting.backend, device="cpu", process_bytes=times.process_bytes
+        ),
         value_bytes=value_bytes,
         weight_bytes_per_param=value_bytes,
         wire_bytes=value_bytes,
         lora_rank=setting.rank,
         targets=LoraConfig().targets,
-        microbatch_tokens=setting.sequence,
+        microbatch_size=1,
+        sequence=setting.sequence,
         checkpoint_activations=setting.checkpoint,
-        times=times,
+        measured=times.memory,
     )
 
 

@@ -31,8 +31,8 @@ class Problem(Protocol):
         """Give devices and step for microbatches of so many sequences."""
         ...
 
-    def refusal(self) -> str:
-        """Say what is missing when nothing fits, and what would fit."""
+    def refusal(self, said: str) -> str:
+        """Add to what was `said` when nothing fits: what would fit."""
         ...
 
 
@@ -59,8 +59,8 @@ def decide(problem: Problem, *, at_least: int = 1) -> Decision:
             batch_size = problem.config.batch_size
             size, sizes = choose_size(batch_size, problem.sized, at_least=at_least)
         return decide_for_size(problem, size, sizes=sizes, at_least=at_least)
-    except DoesNotFitError:
-        raise DoesNotFitError(problem.refusal()) from None
+    except DoesNotFitError as error:
+        raise DoesNotFitError(problem.refusal(str(error))) from None
 
 
 def given_size(config: TrainConfig) -> int:

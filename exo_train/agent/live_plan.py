@@ -31,7 +31,7 @@ from exo_train.errors import DoesNotFitError, ExoTrainError, PeerError
 from exo_train.models.spec import ModelSpec
 from exo_train.peer import NodeId
 from exo_train.plan.block_times import BlockTimes
-from exo_train.plan.device_memory import counts_process, stage_costs
+from exo_train.plan.device_memory import Processor, counts_process, stage_costs
 from exo_train.plan.exact import ExactPlan
 from exo_train.plan.memory import ModelShape
 from exo_train.plan.prediction import Prediction, predict
@@ -86,9 +86,8 @@ class LiveProblem:
     def sized(self, microbatch_size: int) -> tuple[Household, Workload]:
         """Scale what was measured to microbatches of another size."""
         step = self.steps(microbatch_size)
-        tokens = microbatch_size * step.longest  # the longest microbatch decides memory
         devices = [
-            self._device(candidate, dtype, times, tokens)
+            self._device(candidate, dtype, times, microbatch_size)
             for candidate, dtype, times in zip(
                 self.candidates, self.dtypes, self.times, strict=True
             )
@@ -108,26 +107,27 @@ class LiveProblem:
         )
 
     def _device(
-        self, candidate: Candidate, dtype: str, times: BlockTimes, tokens: int
+        self, candidate: Candidate, dtype: str, times: BlockTimes, microbatch_size: int
     ) -> DeviceProfile:
+        """The longest row decides memory."""
         value_bytes = DTYPE_BYTES[dtype]
         costs = stage_costs(
             self.shape,
-            backend=candidate.backend,
-            device=candidate.device,
+            processor=_processor(candidate, times),
             value_bytes=value_bytes,
             weight_bytes_per_param=value_bytes,
             wire_bytes=self.wire_bytes,
             lora_rank=self.config.rank,
             targets=self.config.targets,
-            microbatch_tokens=tokens,
+            microbatch_size=microbatch_size,
+            sequence=self.steps(microbatch_size).longest,
             checkpoint_activations=self.config.checkpoint_activations,
-            times=times,
+            measured=times.memory,
             measured_tokens=self.size * self.width,
         )
         return device_profile(candidate, times, costs)
 
-    def refusal(self) -> str:
+    def refusal(self, said: str) -> str:
         """Say what is missing with the microbatches that need least memory, and what would fit."""
         size = given_size(self.config) or 1
         value_bytes = max(DTYPE_BYTES[dtype] for dtype in self.dtypes)
@@ -137,9 +137,9 @@ class LiveProblem:
             microbatch_size=size,
             value_bytes=value_bytes,
             weight_bytes_per_param=value_bytes,
-            process_bytes=max(t.process_bytes for t in self.times),
+            processors=tuple(map(_processor, self.candidates, self.times)),
         )
-        return refusal(attempt, self.shape)
+        return refusal(attempt, self.shape, said=said)
 
     def predict(self, plan: ExactPlan, microbatch_size: int) -> Prediction:
         """Promise what the run's own reports will be held against."""
@@ -152,6 +152,14 @@ class LiveProblem:
             positions=self.steps(microbatch_size).positions,
             counts_process=[counts_process(c.backend, c.device) for c in used],
         )
+
+
+def _processor(candidate: Candidate, times: BlockTimes) -> Processor:
+    return Processor(
+        backend=candidate.backend,
+        device=candidate.device,
+        process_bytes=times.process_bytes,
+    )
 
 
 def decide_live(
@@ -178,8 +186,8 @@ def decide_live(
     again = measure(spec, config, steps, problem.candidates, asking, size=chosen)
     try:
         found = decide_for_size(again, chosen, sizes=decision.sizes, at_least=at_least)
-    except DoesNotFitError:
-        raise DoesNotFitError(again.refusal()) from None
+    except DoesNotFitError as error:
+        raise DoesNotFitError(again.refusal(str(error))) from None
     return again, found
 
 

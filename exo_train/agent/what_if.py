@@ -6,6 +6,7 @@ no device is asked: the file says how fast devices are, by preset or by measured
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,15 @@ from typing import Any
 from exo_train.agent.deciding import decide
 from exo_train.agent.plan_report import decision_fields
 from exo_train.agent.planning import DTYPE_BYTES, model_shape
-from exo_train.agent.what_if_devices import read_household
+from exo_train.agent.what_if_devices import Processors, read_household
 from exo_train.agent.what_if_epoch import read_epoch
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
 from exo_train.models.hub import resolve_config
 from exo_train.models.spec import ModelSpec
+from exo_train.plan.device_memory import Processor, stage_costs
 from exo_train.plan.memory import ModelShape
-from exo_train.plan.profiles import Household, Workload
+from exo_train.plan.profiles import Household, StageCosts, Workload
 from exo_train.plan.suggestions import Attempt, refusal
 from exo_train.plan.workloads import run_workload
 
@@ -39,6 +41,7 @@ class WhatIf:
     shape: ModelShape
     config: TrainConfig
     one_sequence: Household
+    processors: Processors
     value_bytes: int
 
     def sized(self, microbatch_size: int) -> tuple[Household, Workload]:
@@ -48,19 +51,43 @@ class WhatIf:
             microbatch_size=microbatch_size,
             value_bytes=self.value_bytes,
         )
-        return self.one_sequence.with_times(microbatch_size), workload
+        household = self.one_sequence.with_times(microbatch_size)
+        devices = tuple(
+            dataclasses.replace(device, costs=self._costs(processor, microbatch_size))
+            for device, processor in zip(household.devices, self.processors, strict=True)
+        )
+        return dataclasses.replace(household, devices=devices), workload
 
-    def refusal(self) -> str:
+    def _costs(self, processor: Processor | None, microbatch_size: int) -> StageCosts | None:
+        """Give a preset's memory by its backend; of a device given by times nothing is known."""
+        if processor is None:
+            return None
+        return stage_costs(
+            self.shape,
+            processor=processor,
+            value_bytes=self.value_bytes,
+            weight_bytes_per_param=self.value_bytes,
+            wire_bytes=self.value_bytes,
+            lora_rank=self.config.rank,
+            targets=self.config.targets,
+            microbatch_size=microbatch_size,
+            sequence=self.config.max_seq_length,
+            checkpoint_activations=self.config.checkpoint_activations,
+        )
+
+    def refusal(self, said: str) -> str:
         """Say what is missing with the microbatches that need least memory, and what would fit."""
         given = self.config.microbatch_size or 1
+        known = tuple(processor for processor in self.processors if processor is not None)
         attempt = Attempt(
             config=self.config,
             usable_bytes=tuple((d.name, d.usable_bytes) for d in self.one_sequence.devices),
             microbatch_size=min(given, self.config.batch_size),
             value_bytes=self.value_bytes,
             weight_bytes_per_param=self.value_bytes,
+            processors=known if len(known) == len(self.processors) else (),
         )
-        return refusal(attempt, self.shape)
+        return refusal(attempt, self.shape, said=said)
 
 
 def what_if_report(home: Home, config: TrainConfig, devices_file: Path) -> dict[str, Any]:
@@ -68,10 +95,12 @@ def what_if_report(home: Home, config: TrainConfig, devices_file: Path) -> dict[
     spec = read_spec(home, config)
     dtype = "bf16" if config.dtype == "auto" else config.dtype
     shape = model_shape(spec)
+    household, processors = read_household(devices_file, shape, config)
     problem = WhatIf(
         shape=shape,
         config=config,
-        one_sequence=read_household(devices_file, shape, config),
+        one_sequence=household,
+        processors=processors,
         value_bytes=DTYPE_BYTES[dtype],
     )
     found = decide(problem, at_least=config.min_devices)

@@ -15,6 +15,7 @@ from exo_train.cluster.hardware import parse_size
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.peer import has_control_characters
+from exo_train.plan.device_memory import Processor
 from exo_train.plan.memory import ModelShape, decoder_params
 from exo_train.plan.presets import PRESETS, head_flops, layer_flops
 from exo_train.plan.profiles import DeviceProfile, Household, LinkProfile
@@ -25,8 +26,16 @@ LINK_KEYS = ("between", "mbit", "latency_ms", "medium")
 GIGABIT = LinkProfile(latency_s=0.0005, bytes_per_s=940e6 / 8)
 
 
-def read_household(file: Path, shape: ModelShape, config: TrainConfig) -> Household:
-    """Turn the file into profiles of this model, for microbatches of one sequence."""
+Processors = tuple[Processor | None, ...]
+
+
+def read_household(
+    file: Path, shape: ModelShape, config: TrainConfig
+) -> tuple[Household, Processors]:
+    """Turn the file into profiles of this model, for microbatches of one sequence.
+
+    Gives what computes on each device too, None where the file gives times and not a preset.
+    """
     entries = _read(file)
     layer = layer_flops(
         decoder_params=decoder_params(shape),
@@ -47,7 +56,11 @@ def read_household(file: Path, shape: ModelShape, config: TrainConfig) -> Househ
     names = [device.name for device in devices]
     if len(set(names)) != len(names):
         raise ConfigError(f"{place}: two devices have the same name; give each its own")
-    return Household(devices=tuple(devices), links=_links(entries, names, place))
+    processors = tuple(
+        PRESETS[str(entry["preset"])].processor if "preset" in entry else None
+        for entry in entries["devices"]
+    )
+    return Household(devices=tuple(devices), links=_links(entries, names, place)), processors
 
 
 def _read(file: Path) -> dict[str, Any]:

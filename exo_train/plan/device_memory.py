@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from exo_train.plan.block_times import BlockMemory, BlockTimes
+from exo_train.plan.block_times import BlockMemory
 from exo_train.plan.memory import LayerCost, ModelShape, boundary_cost, pseudo_layer_costs
 from exo_train.plan.profiles import StageCosts
 
@@ -35,6 +36,15 @@ HEAP_FACTOR = 1.5
 FP32_BYTES = 4
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processor:
+    """What computes a stage; `process_bytes` is measured, 0: not."""
+
+    backend: str
+    device: str
+    process_bytes: int = 0
+
+
 def counts_process(backend: str, device: str) -> bool:
     """Tell whether a stage's own report is its process' size: on CPUs, not on GPUs."""
     return not is_gpu(backend, device)
@@ -54,23 +64,25 @@ def default_process_bytes(backend: str, device: str) -> int:
 def stage_costs(
     shape: ModelShape,
     *,
-    backend: str,
-    device: str,
+    processor: Processor,
     value_bytes: int,
     weight_bytes_per_param: float,
     wire_bytes: int,
     lora_rank: int,
     targets: Sequence[str],
-    microbatch_tokens: int,
+    microbatch_size: int,
+    sequence: int,
     checkpoint_activations: bool,
-    times: BlockTimes | None = None,
+    measured: BlockMemory | None = None,
     measured_tokens: int = 0,
 ) -> StageCosts:
     """Give a stage's costs on a device, from formulas and from its profile where that is more.
 
-    `times` were taken with microbatches of `measured_tokens` (0: of this size); what they count
-    is scaled to `microbatch_tokens`.
+    `measured` is of microbatches of `measured_tokens` (0: of this size); what it counts is scaled
+    to those of `microbatch_size` sequences of `sequence` positions.
     """
+    microbatch_tokens = microbatch_size * sequence
+    backend, device = processor.backend, processor.device
     embedding, layer, *_, head = pseudo_layer_costs(
         shape,
         weight_bytes_per_param=weight_bytes_per_param,
@@ -80,16 +92,15 @@ def stage_costs(
         activation_bytes=value_bytes,
         checkpoint_activations=False,
     )
-    memory = times.memory if times else None
+    memory = measured
     if memory is not None:
         memory = _scaled(memory, microbatch_tokens / (measured_tokens or microbatch_tokens))
-    measured_bytes = times.process_bytes if times else 0
-    process_bytes = measured_bytes or default_process_bytes(backend, device)
+    process_bytes = processor.process_bytes or default_process_bytes(backend, device)
     boundary = boundary_cost(
         hidden_size=shape.hidden_size, microbatch_tokens=microbatch_tokens, wire_bytes=wire_bytes
     )
     if backend == "mlx":
-        scores = 2 * shape.num_heads * microbatch_tokens**2 * value_bytes
+        scores = 2 * shape.num_heads * microbatch_tokens * sequence * value_bytes
         layer = _mlx_layer(layer, scores, memory)
         # Only the boundary tensors stay in flight; the head's gradient is one of them.
         head = dataclasses.replace(head, per_microbatch_bytes=0)
@@ -139,6 +150,7 @@ def _mlx_layer(layer: LayerCost, scores_bytes: int, memory: BlockMemory | None) 
     return dataclasses.replace(
         layer,
         static_bytes=layer.static_bytes + layer_bytes,
+        computing_bytes=layer_bytes,
         per_microbatch_bytes=0,
         workspace_bytes=workspace_bytes,
     )
@@ -152,9 +164,11 @@ def _checkpointed(layer: LayerCost, input_bytes: int, *, keeps_recomputed: bool)
     """
     recomputed_bytes = layer.per_microbatch_bytes
     if keeps_recomputed:
+        kept_bytes = round(HEAP_FACTOR * recomputed_bytes)
         return dataclasses.replace(
             layer,
-            static_bytes=layer.static_bytes + round(HEAP_FACTOR * recomputed_bytes),
+            static_bytes=layer.static_bytes + kept_bytes,
+            computing_bytes=kept_bytes,
             per_microbatch_bytes=input_bytes,
         )
     return dataclasses.replace(

@@ -308,7 +308,7 @@ def _nothing_found(household: Household, workload: Workload) -> Exception:
     missing_bytes = shortfall.missing_bytes()
     if missing_bytes:
         usable = [(d.name, d.usable_bytes) for d in (household.devices[i] for i in largest)]
-        return DoesNotFitError(f"does not fit: {lacking(missing_bytes, usable)}; {ADVICE}")
+        return DoesNotFitError(f"does not fit: {lacking(missing_bytes, usable)}")
     names = ", ".join(device.name for device in household.devices)
     return PeerError(
         f"the model fits on {names}, but in no order has every neighbour a measured link to "

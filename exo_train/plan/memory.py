@@ -65,7 +65,8 @@ class LayerCost:
     flight, and `workspace_bytes` only while this pseudo-layer computes: a stage needs the largest
     of its workspaces, not their sum. `tied_bytes` are the part of the head's static bytes that
     cost nothing on a stage that also has the embedding; `adapter_bytes` are the part that is
-    trained: adapters, their gradients and the optimizer's state.
+    trained: adapters, their gradients and the optimizer's state. `computing_bytes` are the part of
+    the static bytes that is no weight: what all layers of a stage need together to compute.
     """
 
     static_bytes: int
@@ -73,6 +74,7 @@ class LayerCost:
     workspace_bytes: int = 0
     tied_bytes: int = 0
     adapter_bytes: int = 0
+    computing_bytes: int = 0
 
 
 def pseudo_layer_costs(

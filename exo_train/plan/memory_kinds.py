@@ -45,7 +45,8 @@ def memory_by_kind(costs: StageCosts, stage: StageSpec, *, in_flight: int) -> Me
     parts = [costs.embedding] * stage.embedding + [costs.layer] * stage.num_layers
     parts += [head] * stage.head
     adapters_bytes = sum(part.adapter_bytes for part in parts)
-    weights_bytes = sum(part.static_bytes for part in parts) - adapters_bytes
+    computing_bytes = sum(part.computing_bytes for part in parts)
+    weights_bytes = sum(part.static_bytes for part in parts) - adapters_bytes - computing_bytes
     if stage.embedding and stage.head:
         weights_bytes -= head.tied_bytes
     logits_bytes = head.workspace_bytes if stage.head else 0
@@ -61,7 +62,7 @@ def memory_by_kind(costs: StageCosts, stage: StageSpec, *, in_flight: int) -> Me
         weights_bytes=weights_bytes,
         adapters_bytes=adapters_bytes,
         activations_bytes=in_flight * per_microbatch_bytes,
-        workspace_bytes=workspace_bytes + extra.workspace_bytes,
+        workspace_bytes=computing_bytes + workspace_bytes + extra.workspace_bytes,
         logits_bytes=logits_bytes,
         process_bytes=extra.static_bytes,
     )

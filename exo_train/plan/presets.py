@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from exo_train.plan.device_memory import Processor
+
 SUSTAINED = 0.5
-# What a Mac lets its GPU use of unified memory, and what the system and the frameworks need.
+# What a Mac lets its GPU use of unified memory, and what the system needs.
 MAC_SHARE = 0.70
 RESERVE = 0.12
 GB = 10**9
@@ -26,6 +28,12 @@ class Preset:
     def usable_bytes(self) -> int:
         share = MAC_SHARE if self.is_mac else 1.0
         return int(self.memory_gb * GB * share * (1 - RESERVE))
+
+    @property
+    def processor(self) -> Processor:
+        return Processor(
+            backend="mlx" if self.is_mac else "torch", device="gpu" if self.is_mac else "cuda:0"
+        )
 
     @property
     def flops_per_s(self) -> float:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from exo_train.config import TrainConfig
+from exo_train.plan.device_memory import Processor, stage_costs
 from exo_train.plan.memory import ModelShape
 from exo_train.plan.partition import gigabytes
-from exo_train.plan.profiles import Workload
+from exo_train.plan.profiles import StageCosts, Workload
 from exo_train.plan.shortfall import MAX_DEVICES, Shortfall, lacking
 from exo_train.plan.strategy import NOT_YET_AVAILABLE
 from exo_train.plan.workloads import run_workload
@@ -39,6 +40,7 @@ class Attempt:
     value_bytes: int
     weight_bytes_per_param: float
     process_bytes: int = 0
+    processors: tuple[Processor, ...] = ()  # in the order of `usable_bytes`, where they are known
 
     def workload(self, shape: ModelShape) -> Workload:
         return run_workload(
@@ -51,7 +53,26 @@ class Attempt:
         )
 
     def shortfall(self, shape: ModelShape) -> Shortfall:
-        return Shortfall([memory for _, memory in self.usable_bytes], self.workload(shape))
+        costs = None
+        if self.processors:
+            by_processor = {p: self._costs(shape, p) for p in set(self.processors)}
+            costs = [by_processor[processor] for processor in self.processors]
+        usable = [memory for _, memory in self.usable_bytes]
+        return Shortfall(usable, self.workload(shape), costs=costs)
+
+    def _costs(self, shape: ModelShape, processor: Processor) -> StageCosts:
+        return stage_costs(
+            shape,
+            processor=processor,
+            value_bytes=self.value_bytes,
+            weight_bytes_per_param=self.weight_bytes_per_param,
+            wire_bytes=self.value_bytes,
+            lora_rank=self.config.rank,
+            targets=self.config.targets,
+            microbatch_size=self.microbatch_size,
+            sequence=self.config.max_seq_length,
+            checkpoint_activations=self.config.checkpoint_activations,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +99,15 @@ class Suggestion:
         return f"{change} fits on {self.num_devices} device{plural}"
 
 
-def refusal(attempt: Attempt, shape: ModelShape) -> str:
-    """Say what is missing, and what would fit."""
+def refusal(attempt: Attempt, shape: ModelShape, *, said: str = "") -> str:
+    """Say what is missing, and what would fit; `said` is the planner's own word on the first."""
     usable = [(name, memory) for name, memory in attempt.usable_bytes if memory > 0]
     if not usable:
         return "no device has memory for anything; give one more with --memory, or add a device"
-    missing_bytes = attempt.shortfall(shape).missing_bytes()
-    suggestions = map(str, suggest(attempt, shape))
-    return "; ".join([f"does not fit: {lacking(missing_bytes, usable)}", *suggestions])
+    if not said:
+        missing_bytes = attempt.shortfall(shape).missing_bytes()
+        said = f"does not fit: {lacking(missing_bytes, usable)}"
+    return "; ".join([said, *map(str, suggest(attempt, shape))])
 
 
 def suggest(attempt: Attempt, shape: ModelShape) -> list[Suggestion]:
@@ -200,7 +222,9 @@ def _one_more_device(attempt: Attempt) -> Trials:
     name, memory = max(attempt.usable_bytes, key=lambda pair: (pair[1], pair[0]))
     if len(attempt.usable_bytes) < MAX_DEVICES:
         more = (*attempt.usable_bytes, ("one more", memory))
+        place = attempt.usable_bytes.index((name, memory))
+        processors = (*attempt.processors, *attempt.processors[place : place + 1])
         yield (
             f"one more device like {name} ({gigabytes(memory)})",
-            dataclasses.replace(attempt, usable_bytes=more),
+            dataclasses.replace(attempt, usable_bytes=more, processors=processors),
         )

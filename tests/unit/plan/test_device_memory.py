@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from exo_train.config import ALL_TARGETS
-from exo_train.plan.block_times import BlockMemory, BlockTimes
+from exo_train.plan.block_times import BlockMemory
 from exo_train.plan.device_memory import (
     CUDA_CONTEXT_BYTES,
     HEAP_FACTOR,
     MLX_LIBRARY_BYTES,
     TORCH_LIBRARY_BYTES,
     TORCH_PROCESS_BYTES,
+    Processor,
     counts_process,
     default_process_bytes,
     stage_costs,
@@ -34,30 +35,19 @@ SHAPE = ModelShape(
 )
 
 
-def costs(backend: str, device: str, **changed: Any) -> StageCosts:
+def costs(backend: str, device: str, *, process_bytes: int = 0, **changed: Any) -> StageCosts:
     options: dict[str, Any] = {
         "value_bytes": 4,
         "weight_bytes_per_param": 4,
         "wire_bytes": 4,
         "lora_rank": 8,
         "targets": ALL_TARGETS,
-        "microbatch_tokens": TOKENS,
+        "microbatch_size": 1,
+        "sequence": TOKENS,
         "checkpoint_activations": False,
     }
-    return stage_costs(SHAPE, backend=backend, device=device, **{**options, **changed})
-
-
-def times(memory: BlockMemory | None, process_bytes: int = 0) -> BlockTimes:
-    return BlockTimes(
-        layer_forward_s=0.1,
-        layer_backward_s=0.2,
-        overhead_s=0.0,
-        layer_update_s=0.0,
-        slowdown=1.0,
-        num_repetitions=9,
-        memory=memory,
-        process_bytes=process_bytes,
-    )
+    processor = Processor(backend=backend, device=device, process_bytes=process_bytes)
+    return stage_costs(SHAPE, processor=processor, **{**options, **changed})
 
 
 def formula(*, checkpoint: bool = False, value_bytes: int = 4) -> tuple[LayerCost, ...]:
@@ -119,7 +109,9 @@ def test_a_profile_replaces_the_guess_for_mlx_and_is_scaled_to_the_microbatch() 
     memory = BlockMemory(
         layer_in_flight_bytes=0, layer_workspace_bytes=5_000_000, workspace_bytes=3_000_000
     )
-    found = costs("mlx", "cpu", times=times(memory, 300_000_000), measured_tokens=TOKENS // 2)
+    found = costs(
+        "mlx", "cpu", process_bytes=300_000_000, measured=memory, measured_tokens=TOKENS // 2
+    )
     assert found.layer.static_bytes == formula()[1].static_bytes + 10_000_000
     assert found.layer.workspace_bytes == 6_000_000
     assert found.per_stage.static_bytes == 300_000_000 + MLX_LIBRARY_BYTES
@@ -131,7 +123,7 @@ def test_a_profile_that_counts_less_than_the_formula_is_not_believed() -> None:
         memory = BlockMemory(
             layer_in_flight_bytes=counted_bytes, layer_workspace_bytes=0, workspace_bytes=0
         )
-        found = costs("torch", "cuda:0", times=times(memory))
+        found = costs("torch", "cuda:0", measured=memory)
         assert found.layer.per_microbatch_bytes == expected_bytes
 
 
@@ -156,3 +148,19 @@ def test_only_reports_of_cpus_have_the_process_in_them() -> None:
     assert not counts_process("mlx", "gpu")
     assert default_process_bytes("torch", "cuda:1") == CUDA_CONTEXT_BYTES
     assert 200e6 < default_process_bytes("mlx", "gpu") < 600e6
+
+
+def test_scores_of_several_sequences_grow_with_their_number_and_not_its_square() -> None:
+    one, four = costs("mlx", "cpu"), costs("mlx", "cpu", microbatch_size=4)
+    growth_bytes = four.layer.static_bytes - one.layer.static_bytes
+    layer = pseudo_layer_costs(
+        SHAPE,
+        weight_bytes_per_param=4,
+        lora_rank=8,
+        targets=ALL_TARGETS,
+        microbatch_tokens=TOKENS,
+        activation_bytes=4,
+        checkpoint_activations=False,
+    )[1]
+    scores_bytes = 2 * SHAPE.num_heads * TOKENS**2 * 4
+    assert growth_bytes == 3 * (layer.per_microbatch_bytes + scores_bytes)
