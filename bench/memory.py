@@ -22,7 +22,7 @@ from exo_train.backends.memory import peak_process_bytes
 from exo_train.config import LoraConfig
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.block_times import BlockTimes
-from exo_train.plan.device_memory import Processor, stage_costs
+from exo_train.plan.device_memory import Measured, Processor, stage_costs
 from exo_train.plan.memory import ModelShape
 from exo_train.plan.profiles import StageCosts
 from exo_train.plan.stages import StageSpec
@@ -154,7 +154,9 @@ def costs_of(setting: Setting, times: BlockTimes | None) -> StageCosts:
         microbatch_size=1,
         sequence=setting.sequence,
         checkpoint_activations=setting.checkpoint,
-        measured=times.memory,
+        measured=Measured(memory=times.memory, size=1, sequence=setting.sequence)
+        if times.memory
+        else None,
     )
 
 

@@ -58,7 +58,8 @@ def _measure(document: bytes) -> dict[str, object]:
 
 
 def _failure(kind: str, message: str) -> bytes:
-    return json.dumps({"failure": {"kind": kind, "message": message}}).encode()
+    line = " ".join(message.split())  # who asked shows no sentence of several lines
+    return json.dumps({"failure": {"kind": kind, "message": line}}).encode()
 
 
 def _read(pipe_in: BinaryIO, inbox: queue.SimpleQueue[bytes]) -> None:

@@ -129,6 +129,7 @@ class Agent:
             lambda: self.device.facts(self.node_id),
             cache=ProfileCache(self.home.cache),
             log_path=self.home.logs / "profiler.log",
+            run_id=self._run_id,
         )
         self._control = ControlService(
             self.meeting, self.admissions, self.gate, self._worker_settings, profiles
@@ -139,6 +140,10 @@ class Agent:
         self._look_around(stack)
         self._open_local(stack, token)
         self._start(stack, self._control, self.survey)
+
+    def _run_id(self) -> str:
+        facts = self._control.run_facts() if self._control is not None else None
+        return facts.run_id if facts is not None else ""
 
     def _belong(self) -> None:
         """Take up this home's membership, or found a cluster."""

@@ -50,6 +50,7 @@ from exo_train.train.rundir import (
     DeviceSummary,
     RunDir,
     Summary,
+    check_free,
     relative_to_run,
 )
 from exo_train.train.step_shapes import steps_of
@@ -103,6 +104,7 @@ def _train(
     if checkpoint is not None:
         check_same(checkpoint, state)
     run_dir = _run_dir(home, config, resume)
+    check_free(run_dir, allow_existing=resume is not None)
     client = stack.enter_context(own_agent(home))
     candidates, status = wait_candidates(
         client, config, on_note=narrator.on_note, wants_stop=watcher.wants_stop

@@ -194,8 +194,12 @@ def _ask_member(
     addresses: Sequence[Address],
     tls_of: Callable[[NodeId], PeerTls],
 ) -> dict[Key, Answer]:
-    """Ask one member for each of its processors, one after the other."""
+    """Ask one member for each of its processors, one after the other.
+
+    It knows at once what it has just measured on another GPU of the same chip.
+    """
     answers: dict[Key, Answer] = {}
+    measured: list[BlockTimes] = []
     try:
         address, channel = _connect(_names(group), addresses, tls_of(group[0].node_id), asking)
     except PeerError as error:
@@ -203,7 +207,9 @@ def _ask_member(
     with contextlib.closing(channel):  # which hangs up: the member ends what nobody waits for
         for candidate in group:
             try:
-                answers[candidate.key] = _ask(candidate, asking, address, channel)
+                times = _ask_once(candidate, asking, address, channel, measured)
+                measured.append(times)
+                answers[candidate.key] = times
             except ExoTrainError as error:
                 answers[candidate.key] = error
     return answers
@@ -232,17 +238,33 @@ def _connect(
     )
 
 
-def _ask(
-    candidate: Candidate, asking: _Asking, address: Address, channel: grpc.Channel
+def _ask_once(
+    candidate: Candidate,
+    asking: _Asking,
+    address: Address,
+    channel: grpc.Channel,
+    measured: Sequence[BlockTimes],
 ) -> BlockTimes:
-    """Raises what the member says, and PeerError when it says nothing."""
+    """Where fresh times are wanted, those that were `measured` just now are fresh."""
+    if asking.fresh and measured:
+        times, was_known = _ask(candidate, asking, address, channel, fresh=False)
+        if not was_known or times in measured:
+            return times
+    return _ask(candidate, asking, address, channel, fresh=asking.fresh)[0]
+
+
+def _ask(
+    candidate: Candidate, asking: _Asking, address: Address, channel: grpc.Channel, *, fresh: bool
+) -> tuple[BlockTimes, bool]:
+    """Give the times, and whether they were known; raises what the member says, or PeerError."""
     name = candidate.name
-    request = pb.ProfileRequest(json=asking.requests[candidate.key].to_json(), fresh=asking.fresh)
+    request = pb.ProfileRequest(json=asking.requests[candidate.key].to_json(), fresh=fresh)
     call = ControlStub(channel).Profile.future(request, timeout=max(LOOK_S, asking.left_s()))
     try:
         while not asking.is_over():
             with contextlib.suppress(grpc.FutureTimeoutError):
-                return _read(call.result(timeout=LOOK_S), name)
+                reply = call.result(timeout=LOOK_S)
+                return _read(reply, name), reply.from_cache
         raise asking.overdue(name)
     except grpc.RpcError as error:
         raise _lost(error, name, address, asking) from None

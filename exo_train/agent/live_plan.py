@@ -27,11 +27,11 @@ from exo_train.agent.planning import (
     wire_dtype,
 )
 from exo_train.config import TrainConfig
-from exo_train.errors import DoesNotFitError, ExoTrainError, PeerError
+from exo_train.errors import DoesNotFitError, ExoTrainError, InterruptedRunError, PeerError
 from exo_train.models.spec import ModelSpec
 from exo_train.peer import NodeId
 from exo_train.plan.block_times import BlockTimes
-from exo_train.plan.device_memory import Processor, counts_process, stage_costs
+from exo_train.plan.device_memory import Measured, Processor, counts_process, stage_costs
 from exo_train.plan.exact import ExactPlan
 from exo_train.plan.memory import ModelShape
 from exo_train.plan.prediction import Prediction, predict
@@ -87,7 +87,7 @@ class LiveProblem:
         """Scale what was measured to microbatches of another size."""
         step = self.steps(microbatch_size)
         devices = [
-            self._device(candidate, dtype, times, microbatch_size)
+            self._device(candidate, dtype, times, microbatch_size, step.longest)
             for candidate, dtype, times in zip(
                 self.candidates, self.dtypes, self.times, strict=True
             )
@@ -107,25 +107,46 @@ class LiveProblem:
         )
 
     def _device(
-        self, candidate: Candidate, dtype: str, times: BlockTimes, microbatch_size: int
+        self,
+        candidate: Candidate,
+        dtype: str,
+        times: BlockTimes,
+        microbatch_size: int,
+        longest: int,
     ) -> DeviceProfile:
         """The longest row decides memory."""
         value_bytes = DTYPE_BYTES[dtype]
+        measured = None
+        if times.memory is not None:
+            measured = Measured(memory=times.memory, size=self.size, sequence=self.width)
         costs = stage_costs(
             self.shape,
-            processor=_processor(candidate, times),
+            processor=_processor(candidate, times, dtype),
             value_bytes=value_bytes,
             weight_bytes_per_param=value_bytes,
             wire_bytes=self.wire_bytes,
             lora_rank=self.config.rank,
             targets=self.config.targets,
             microbatch_size=microbatch_size,
-            sequence=self.steps(microbatch_size).longest,
+            sequence=longest,
             checkpoint_activations=self.config.checkpoint_activations,
-            measured=times.memory,
-            measured_tokens=self.size * self.width,
+            measured=measured,
         )
         return device_profile(candidate, times, costs)
+
+    def of(self, devices: Sequence[int]) -> LiveProblem:
+        """Give the problem of these candidates only, renumbered in their order."""
+        place = {index: position for position, index in enumerate(devices)}
+        return replace(
+            self,
+            candidates=tuple(self.candidates[index] for index in devices),
+            times=tuple(self.times[index] for index in devices),
+            links={
+                (place[a], place[b]): link
+                for (a, b), link in self.links.items()
+                if a in place and b in place
+            },
+        )
 
     def refusal(self, said: str) -> str:
         """Say what is missing with the microbatches that need least memory, and what would fit."""
@@ -137,7 +158,7 @@ class LiveProblem:
             microbatch_size=size,
             value_bytes=value_bytes,
             weight_bytes_per_param=value_bytes,
-            processors=tuple(map(_processor, self.candidates, self.times)),
+            processors=tuple(map(_processor, self.candidates, self.times, self.dtypes)),
         )
         return refusal(attempt, self.shape, said=said)
 
@@ -154,11 +175,12 @@ class LiveProblem:
         )
 
 
-def _processor(candidate: Candidate, times: BlockTimes) -> Processor:
+def _processor(candidate: Candidate, times: BlockTimes, dtype: str) -> Processor:
     return Processor(
         backend=candidate.backend,
         device=candidate.device,
         process_bytes=times.process_bytes,
+        value_bytes=DTYPE_BYTES[dtype],
     )
 
 
@@ -174,21 +196,74 @@ def decide_live(
     """Measure what is not known yet, and decide.
 
     Raises DoesNotFitError with what would fit, PeerError where links are missing, and what a
-    device said where none could be measured.
+    device said that had to take part, or where none could be measured.
     """
     size = given_size(config)
-    problem = measure(spec, config, steps, candidates, asking, size=size or 1)
+    problem = measure(spec, config, steps, candidates, asking, size=size or 1, at_least=at_least)
     decision = decide(problem, at_least=at_least)
-    if decision.microbatch_size == problem.size:
-        return problem, decision
-    # Larger microbatches make better use of a GPU: what was scaled so far is measured now.
-    chosen = decision.microbatch_size
-    again = measure(spec, config, steps, problem.candidates, asking, size=chosen)
+    if decision.microbatch_size != problem.size:
+        problem, decision = _measured_again(problem, decision, asking, at_least)
+    problem, decision = _as_sent(problem, decision, at_least)
+    _check_number(problem, decision, at_least)
+    return problem, decision
+
+
+def _measured_again(
+    problem: LiveProblem, decision: Decision, asking: Asking, at_least: int
+) -> tuple[LiveProblem, Decision]:
+    """Measure the size that was chosen: larger microbatches make better use of a GPU.
+
+    Where it turns out to need more memory than was reckoned, the size that was measured first is
+    kept.
+    """
+    size = decision.microbatch_size
     try:
-        found = decide_for_size(again, chosen, sizes=decision.sizes, at_least=at_least)
+        again = measure(
+            problem.spec,
+            problem.config,
+            problem.steps,
+            problem.candidates,
+            asking,
+            size=size,
+            at_least=len(problem.candidates),
+            links=problem.links,
+        )
+        return again, decide_for_size(again, size, sizes=decision.sizes, at_least=at_least)
+    except InterruptedRunError:
+        raise
+    except ExoTrainError as error:
+        asking.on_note(f"microbatches of {problem.size} in place of {size}: {error}")
+    sizes = decision.sizes
+    return problem, decide_for_size(problem, problem.size, sizes=sizes, at_least=at_least)
+
+
+def _as_sent(
+    problem: LiveProblem, decision: Decision, at_least: int
+) -> tuple[LiveProblem, Decision]:
+    """Decide once more where the devices that are used send another format than all would."""
+    used = sorted(decision.verdict.plan.devices)
+    part = problem.of(used)
+    if part.wire_bytes == problem.wire_bytes:
+        return problem, decision
+    try:
+        found = decide_for_size(
+            part, decision.microbatch_size, sizes=decision.sizes, at_least=at_least
+        )
     except DoesNotFitError as error:
-        raise DoesNotFitError(again.refusal(str(error))) from None
-    return again, found
+        raise DoesNotFitError(part.refusal(str(error))) from None
+    return part, found
+
+
+def _check_number(problem: LiveProblem, decision: Decision, at_least: int) -> None:
+    """A wish for devices gives way to layers and memory, and to nothing else."""
+    count = len(problem.candidates)
+    num_used = len(decision.verdict.plan.devices)
+    all_linked = len(problem.links) == count * (count - 1)
+    if num_used < min(at_least, problem.spec.num_layers) and not all_linked:
+        raise PeerError(
+            f"{at_least} devices were asked for, but the links between them are not all measured; "
+            f"`exo-train doctor` says why"
+        )
 
 
 def measure(
@@ -199,8 +274,14 @@ def measure(
     asking: Asking,
     *,
     size: int,
+    at_least: int = 1,
+    links: Mapping[tuple[int, int], LinkProfile] | None = None,
 ) -> LiveProblem:
-    """Ask every candidate for a layer's time; who cannot say is left out, with a note."""
+    """Ask every candidate for a layer's time; who cannot say is left out, with a note.
+
+    Raises what was said where fewer than `at_least` are left. `links` are those of just these
+    candidates, if they are known.
+    """
     width = measured_width(steps(size).mean_width, config.max_seq_length)
     requests = {
         candidate.key: request_for(
@@ -223,8 +304,11 @@ def measure(
         wants_stop=asking.wants_stop,
         best_host=asking.best_host,
     )
-    measured = _only_measured(candidates, answers, asking.on_note)
-    links = links_of(asking.status, measured, on_note=asking.on_note, wants_stop=asking.wants_stop)
+    measured = _only_measured(candidates, answers, asking.on_note, at_least)
+    if links is None or len(measured) < len(candidates):
+        links = links_of(
+            asking.status, measured, on_note=asking.on_note, wants_stop=asking.wants_stop
+        )
     return LiveProblem(
         spec=spec,
         config=config,
@@ -245,6 +329,7 @@ def _only_measured(
     candidates: Sequence[Candidate],
     answers: Mapping[Key, BlockTimes | ExoTrainError],
     on_note: Callable[[str], None],
+    at_least: int,
 ) -> list[Candidate]:
     measured, failures = [], []
     for candidate in candidates:
@@ -253,8 +338,8 @@ def _only_measured(
             measured.append(candidate)
         else:
             failures.append((candidate, answer))
-    if not measured:
-        raise failures[0][1] if failures else PeerError("there is no device to plan for")
+    if failures and len(measured) < max(1, min(at_least, len(candidates))):
+        raise failures[0][1]
     for candidate, error in failures:
         on_note(f"{candidate.name} is left out: {error}")
     return measured

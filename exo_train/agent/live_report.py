@@ -48,12 +48,14 @@ def live_report(
         device.name: dtype
         for device, dtype in zip(found.household.devices, problem.dtypes, strict=True)
     }
+    epoch = data.count(microbatch_size=size) if data else None
     report = {
         **report_head(spec, config, dtype=", ".join(sorted(set(problem.dtypes)))),
         **decision_fields(
             found,
             step_positions=steps(size).positions,
-            epoch=data.count(microbatch_size=size) if data else None,
+            epoch=epoch,
+            token_share=epoch.token_share if epoch else 1.0,
         ),
     }
     for stage in report["stages"]:

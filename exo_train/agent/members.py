@@ -41,10 +41,11 @@ def wait_candidates(
         live = [m for m in status["members"] if m["state"] == "alive"]
         own = next(m for m in live if m["id"] == status["self"])
         usable = _usable(live, own)
-        chosen, missing = _choose(usable, config.devices)
-        settled = own["since_s"] >= SETTLE_S or bool(config.devices) or config.min_devices > 1
+        chosen, missing = _choose(usable, wanted_names(config))
+        is_told = bool(wanted_names(config)) or config.min_devices > 1
+        settled = own["since_s"] >= SETTLE_S or is_told
         if not missing and len(chosen) >= config.min_devices and settled:
-            if not config.devices:
+            if not wanted_names(config):
                 _note_left_out(live, usable, own, on_note)
             _note_versions(chosen, own, on_note)
             return _candidates(chosen), status
@@ -54,6 +55,17 @@ def wait_candidates(
             said = True
             on_note(f"waiting up to {config.device_wait_s:.0f} s for {_wanted(config, missing)}")
         time.sleep(POLL_S)
+
+
+def wanted_names(config: TrainConfig) -> tuple[str, ...]:
+    """Give the devices that are named; those with --layers, where --devices names none.
+
+    Of "box cuda:1:10" that is "box": members have names, their GPUs only numbers.
+    """
+    if config.devices or not config.layers:
+        return config.devices
+    names = (text.rpartition(":")[0].partition(" cuda:")[0] for text in config.layers)
+    return tuple(dict.fromkeys(name for name in names if name))
 
 
 def _usable(live: list[dict[str, Any]], own: dict[str, Any]) -> list[dict[str, Any]]:

@@ -16,15 +16,15 @@ from exo_train.plan.strategy import StrategyCandidate
 
 
 def decision_fields(
-    found: Decision, *, step_positions: int, epoch: EpochFacts | None
+    found: Decision, *, step_positions: int, epoch: EpochFacts | None, token_share: float = 1.0
 ) -> dict[str, Any]:
     """Give verdict, stages, times and everything that went in.
 
-    `step_positions` are the tokens and padding that the predicted step computes.
+    The predicted step computes `step_positions`, of which `token_share` are tokens, no padding.
     """
     return {
         **_verdict_fields(found),
-        **_time_fields(found, step_positions, epoch),
+        **_time_fields(found, step_positions, epoch, token_share),
         **_microbatch_fields(found),
         "inputs": _inputs(found.household, found.workload),
     }
@@ -78,7 +78,9 @@ def _links(found: Decision) -> list[dict[str, Any]]:
     ]
 
 
-def _time_fields(found: Decision, step_positions: int, epoch: EpochFacts | None) -> dict[str, Any]:
+def _time_fields(
+    found: Decision, step_positions: int, epoch: EpochFacts | None, token_share: float
+) -> dict[str, Any]:
     plan = found.verdict.plan
     step_s = plan.step_s
     return {
@@ -87,7 +89,7 @@ def _time_fields(found: Decision, step_positions: int, epoch: EpochFacts | None)
         "update_s": plan.update_s,
         "step_s": step_s,
         "step_positions": step_positions,
-        "tokens_per_s": step_positions / step_s,
+        "tokens_per_s": token_share * step_positions / step_s,
         "epoch_s": epoch.epoch_s(step_s, step_positions=step_positions) if epoch else None,
         "data": dataclasses.asdict(epoch) if epoch else None,
     }

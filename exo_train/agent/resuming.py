@@ -38,8 +38,10 @@ def resumed_options(run: Path, changes: Mapping[str, Any]) -> TrainConfig:
             f"the options it was started with; leave it out, or start a new run"
         )
     stored = TrainConfig.from_mapping(RunDir.open(run).read_config(), source=f"{run}/config.yaml")
+    # The split is in the plan; laid down anew it is what counts.
+    before = {**stored.to_dict(), "layers": ()}
     return replace(
-        TrainConfig.from_mapping({**stored.to_dict(), **changes}, source="command line"),
+        TrainConfig.from_mapping({**before, **changes}, source="command line"),
         run_dir=str(run),
     )
 

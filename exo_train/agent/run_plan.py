@@ -22,9 +22,9 @@ from exo_train.agent.planning import (
     ring_order,
 )
 from exo_train.config import TrainConfig
-from exo_train.errors import ConfigError, ExoTrainError
+from exo_train.errors import ConfigError, DoesNotFitError, ExoTrainError, PeerError
 from exo_train.models.manifest import ModelManifest
-from exo_train.peer import NodeId, devices_called
+from exo_train.peer import SHORT_ID_CHARS, NodeId
 from exo_train.plan.drift import Drift, replan
 from exo_train.plan.exact import ExactPlan, plan_with_layers
 from exo_train.plan.plan import Plan
@@ -68,7 +68,7 @@ class Run:
     @property
     def at_least(self) -> int:
         """Who asks for so many devices, or for just these, wants them to take part."""
-        return max(self.config.min_devices, len(self.config.devices))
+        return max(self.config.min_devices, len(set(self.config.devices)))
 
 
 def choose_plan(
@@ -79,13 +79,20 @@ def choose_plan(
     Raises DoesNotFitError with what would fit, ConfigError for a split that cannot be, and
     PeerError where links are missing.
     """
-    given = _as_before(run, candidates, before) if before else None
+    given = None
     if run.config.layers:
         given = _laid_down(run, candidates)
+    elif before is not None:
+        given = _as_before(run, candidates, before, asking.on_note)
     if not run.config.profile_s:
         return _unmeasured(run, candidates, given, asking.on_note)
     if given is not None:
-        return _measured_as_given(run, given, asking)
+        try:
+            return _measured_as_given(run, given, asking)
+        except DoesNotFitError as error:
+            if run.config.layers:
+                raise
+            asking.on_note(f"the run is planned anew: {error}")
     problem, decision = decide_live(
         run.manifest.spec, run.config, run.steps, candidates, asking, at_least=run.at_least
     )
@@ -105,7 +112,10 @@ def _written(
         for stage in plan.stages
     ]
     note_left_out(
-        problem.candidates, parts, asking.on_note, why="a step takes no less time with it"
+        problem.candidates,
+        parts,
+        asking.on_note,
+        why="it has no room for a layer, or no step gets shorter with it",
     )
     prediction = problem.predict(plan, microbatch_size)
     rate = prediction.positions / prediction.step_s
@@ -125,18 +135,22 @@ def _written(
 
 def _measured_as_given(run: Run, given: Given, asking: Asking) -> RunPlan:
     """Predict what the given split will do; what cannot be measured is not predicted."""
-    config, size = run.config, given.microbatch_size
+    size, count = given.microbatch_size, len(given.candidates)
     try:
-        problem = measure(run.manifest.spec, config, run.steps, given.candidates, asking, size=size)
-    except ConfigError:
-        raise
-    except ExoTrainError as error:
+        problem = measure(
+            run.manifest.spec,
+            run.config,
+            run.steps,
+            given.candidates,
+            asking,
+            size=size,
+            at_least=count,
+        )
+        household, workload = problem.sized(size)
+        plan = plan_with_layers(household, workload, range(count), given.layers)
+    except PeerError as error:
         asking.on_note(f"nothing is predicted: {error}")
         return _unmeasured(run, given.candidates, given, asking.on_note)
-    if len(problem.candidates) < len(given.candidates):
-        return _unmeasured(run, given.candidates, given, asking.on_note)
-    household, workload = problem.sized(size)
-    plan = plan_with_layers(household, workload, range(len(given.candidates)), given.layers)
     return _written(run, problem, size, plan, asking)
 
 
@@ -167,8 +181,13 @@ def _unmeasured(
     )
 
 
-def _as_before(run: Run, candidates: Sequence[Candidate], before: Plan) -> Given | None:
-    """Give the split of the plan before where each rank's device is here and computes as then."""
+def _as_before(
+    run: Run, candidates: Sequence[Candidate], before: Plan, on_note: Callable[[str], None]
+) -> Given | None:
+    """Give the split of the plan before where each rank's device is here and computes as then.
+
+    Nor may more devices be asked for than it has.
+    """
     by_key = {candidate.key: candidate for candidate in candidates}
     found = [by_key.get((rank.node_id, rank.device)) for rank in before.ranks]
     kept = [
@@ -179,7 +198,15 @@ def _as_before(run: Run, candidates: Sequence[Candidate], before: Plan) -> Given
         and compute_dtype(candidate, run.config.dtype) == rank.compute_dtype
         and candidate.usable_memory_bytes >= rank.memory_bytes
     ]
-    if len(kept) < len(before.ranks) or before.num_layers != run.manifest.spec.num_layers:
+    missing = [r.name for r, c in zip(before.ranks, found, strict=True) if c not in kept]
+    if missing or before.num_layers != run.manifest.spec.num_layers:
+        on_note(
+            f"the run is planned anew: {', '.join(missing)} is not here as before (same processor, "
+            f"dtype and enough memory)"
+        )
+        return None
+    if len(kept) < run.at_least:
+        on_note(f"the run is planned anew: {run.at_least} devices are asked for now")
         return None
     return Given(
         candidates=tuple(kept),
@@ -195,9 +222,9 @@ def _laid_down(run: Run, candidates: Sequence[Candidate]) -> Given:
     counts: list[int] = []
     for text in run.config.layers:
         name, _, count = text.rpartition(":")
-        names = {NodeId(str(i)): c.name for i, c in enumerate(candidates)}
-        found = [candidates[int(i)] for i in devices_called(name, names)]
-        found = found or [c for c in candidates if name and c.node_id.startswith(name)]
+        found = [c for c in candidates if c.name == name]
+        if not found and len(name) >= SHORT_ID_CHARS:
+            found = [c for c in candidates if c.node_id.startswith(name)]
         if len(found) != 1:
             here = ", ".join(c.name for c in candidates)
             raise ConfigError(f"--layers: no single device here is called '{name}' (here: {here})")
@@ -225,7 +252,7 @@ def _advice(
 ) -> str:
     """Say what planning anew would gain, where it is worth a restart."""
     if drift.rank is None or drift.rank_factor is None:
-        return "no device computes more slowly, so it is the network: see `exo-train status`"
+        return ""  # a link: what it does now is not known
     household, workload = problem.sized(microbatch_size)
     slowdowns = [1.0] * len(household.devices)
     slowdowns[plan.stages[drift.rank].device] = drift.rank_factor

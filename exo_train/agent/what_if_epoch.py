@@ -31,6 +31,11 @@ class EpochFacts:
     positions: int | None
     notes: tuple[str, ...]
 
+    @property
+    def token_share(self) -> float:
+        """Give the share of the positions that are tokens; 1 if not counted."""
+        return self.tokens / self.positions if self.tokens and self.positions else 1.0
+
     def epoch_s(self, step_s: float, *, step_positions: int) -> float | None:
         """Scale a step of `step_positions` to all positions that there are; None if not counted."""
         if self.positions is None:

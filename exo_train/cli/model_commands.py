@@ -17,7 +17,7 @@ from exo_train.agent.what_if import what_if_report
 from exo_train.cluster.home import open_home
 from exo_train.config import TrainConfig
 from exo_train.demo.scenario import DemoOptions, run_demo
-from exo_train.errors import NumericsError
+from exo_train.errors import ConfigError, NumericsError
 from exo_train.models.hub import fetch_demo_model
 from exo_train.ui.plan_screen import plan_screen
 from exo_train.ui.tables import verify_table
@@ -132,8 +132,8 @@ def plan_command(
         int, typer.Option(min=1, help="Wait for so many, else exit 3; all take part.")
     ] = 1,
     profile_s: Annotated[
-        float, typer.Option(help="Seconds to time a layer on each device that is here.")
-    ] = 3.0,
+        float | None, typer.Option(help="Seconds to time a layer on each device here (3).")
+    ] = None,
     fresh: Annotated[bool, typer.Option(help="Measure again what is known already.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -153,8 +153,10 @@ def plan_command(
         "dtype": dtype,
         "checkpoint_activations": checkpoint_activations,
         "min_devices": min_devices,
-        "profile_s": profile_s,
+        **({} if profile_s is None else {"profile_s": profile_s}),
     }
+    if devices is not None and (fresh or profile_s is not None):
+        raise ConfigError("--fresh and --profile-s are for devices that are here, not for a file")
     config = TrainConfig.from_mapping(options, source="command line")
     report = (
         live_report(open_home(), config, on_note=_note, fresh=fresh)

@@ -47,14 +47,15 @@ _ENVIRONMENT = (
 def profile_key(request: ProfileRequest, *, chip: str) -> str:
     """Give a hash of everything that a block's time depends on, versions included.
 
-    `with_ends` is not in it: a profile with ends answers for one without.
+    `with_ends` is not in it: a profile with ends answers for one without. Nor is a GPU's number:
+    those of one chip are equally fast.
     """
     spec = ModelSpec.from_config(json.loads(request.config_json), place="the model's config")
     packages = _PACKAGES.get(request.backend, (request.backend,))
     parts = {
         "shape": {name: getattr(spec, name) for name in _SHAPE},
         "backend": request.backend,
-        "device": request.device,
+        "device": request.device.partition(":")[0],
         "chip": chip,
         "compute_dtype": request.compute_dtype,
         "microbatch_size": request.microbatch_size,

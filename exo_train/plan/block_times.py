@@ -24,8 +24,11 @@ MAX_ANSWER_CHARS = 1 << 16
 MAX_SEQUENCES = 1 << 16
 MAX_POSITIONS = 1 << 24
 MAX_BUDGET_S = 60.0
-MAX_TIME_S = 1e6
-MAX_BYTES = 1 << 50
+# A profiler is ended long before; and no device starts a kernel in less.
+MAX_TIME_S = 1000.0
+MIN_LAYER_S = 1e-7
+MAX_SLOWDOWN = 1e6
+MAX_BYTES = 1 << 44
 
 # Above the one, other work on the device took part; below the other, chance did.
 STEADY_SLOWDOWN = 1.3
@@ -157,23 +160,32 @@ class BlockTimes:
 
     @classmethod
     def from_fields(cls, value: object, *, place: str) -> BlockTimes:
-        """Read `to_fields` from a file or another process; raises ProtocolError."""
+        """Read `to_fields` from a file or another process; raises ProtocolError.
+
+        A layer must take some time: one that costs nothing would draw all layers to its device.
+        """
         if isinstance(value, dict):
             value = {"process_bytes": 0, **value}  # as older releases stored it
         with Fields(value, place) as fields:
             ends = fields.each("ends", most=1, read=_read_ends)
             memory = fields.each("memory", most=1, read=_read_memory)
-            return cls(
+            times = cls(
                 layer_forward_s=fields.number("layer_forward_s", low=0, high=MAX_TIME_S),
                 layer_backward_s=fields.number("layer_backward_s", low=0, high=MAX_TIME_S),
                 overhead_s=fields.number("overhead_s", low=0, high=MAX_TIME_S),
                 layer_update_s=fields.number("layer_update_s", low=0, high=MAX_TIME_S),
-                slowdown=fields.number("slowdown", low=1, high=MAX_TIME_S),
+                slowdown=fields.number("slowdown", low=1, high=MAX_SLOWDOWN),
                 num_repetitions=fields.whole("num_repetitions", low=1),
                 ends=ends[0] if ends else None,
                 memory=memory[0] if memory else None,
                 process_bytes=fields.whole("process_bytes", low=0, high=MAX_BYTES),
             )
+        if times.layer_s < MIN_LAYER_S:
+            raise ProtocolError(
+                f"{place}: layer_forward_s and layer_backward_s must be at least {MIN_LAYER_S:g} s "
+                f"together, not {times.layer_s:g}"
+            )
+        return times
 
 
 def _read_lora(fields: Fields) -> LoraConfig:
@@ -196,7 +208,7 @@ def _read_ends(value: object, place: str) -> EndTimes:
         return EndTimes(
             embedding_s=fields.number("embedding_s", low=0, high=MAX_TIME_S),
             head_s=fields.number("head_s", low=0, high=MAX_TIME_S),
-            head_layer_s=fields.number("head_layer_s", low=0, high=MAX_TIME_S),
+            head_layer_s=fields.number("head_layer_s", low=MIN_LAYER_S, high=MAX_TIME_S),
             head_workspace_bytes=fields.whole("head_workspace_bytes", low=0, high=MAX_BYTES),
         )
 

@@ -38,11 +38,43 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processor:
-    """What computes a stage; `process_bytes` is measured, 0: not."""
+    """What computes a stage; `process_bytes` is measured, 0: not.
+
+    `value_bytes` are of the format that it computes in, 0: not known.
+    """
 
     backend: str
     device: str
     process_bytes: int = 0
+    value_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a profile counted with microbatches of `size` sequences of `sequence` positions."""
+
+    memory: BlockMemory
+    size: int
+    sequence: int
+
+    def scaled(self, size: int, sequence: int, *, scores_per_position: int) -> BlockMemory:
+        """Give it for another shape: all grows with the tokens, attention scores with T² too.
+
+        `scores_per_position` are a layer's bytes for a pair of positions, 0 where scores are never
+        there in full.
+        """
+        tokens, factor = size * sequence, size * sequence / (self.size * self.sequence)
+        then_bytes = scores_per_position * self.size * self.sequence**2
+        rest_bytes = max(0, self.memory.layer_workspace_bytes - then_bytes)
+        scores_bytes = scores_per_position * tokens * sequence if rest_bytes else 0
+        layer_bytes = round(factor * rest_bytes) + scores_bytes
+        return BlockMemory(
+            layer_in_flight_bytes=round(factor * self.memory.layer_in_flight_bytes),
+            layer_workspace_bytes=max(
+                layer_bytes, round(factor * self.memory.layer_workspace_bytes)
+            ),
+            workspace_bytes=round(factor * self.memory.workspace_bytes),
+        )
 
 
 def counts_process(backend: str, device: str) -> bool:
@@ -73,13 +105,12 @@ def stage_costs(
     microbatch_size: int,
     sequence: int,
     checkpoint_activations: bool,
-    measured: BlockMemory | None = None,
-    measured_tokens: int = 0,
+    measured: Measured | None = None,
 ) -> StageCosts:
     """Give a stage's costs on a device, from formulas and from its profile where that is more.
 
-    `measured` is of microbatches of `measured_tokens` (0: of this size); what it counts is scaled
-    to those of `microbatch_size` sequences of `sequence` positions.
+    What `measured` counts is scaled to microbatches of `microbatch_size` sequences of `sequence`
+    positions.
     """
     microbatch_tokens = microbatch_size * sequence
     backend, device = processor.backend, processor.device
@@ -92,16 +123,17 @@ def stage_costs(
         activation_bytes=value_bytes,
         checkpoint_activations=False,
     )
-    memory = measured
-    if memory is not None:
-        memory = _scaled(memory, microbatch_tokens / (measured_tokens or microbatch_tokens))
+    scores_per_position = 2 * shape.num_heads * value_bytes  # for each position looked at
+    memory = None
+    if measured is not None:
+        per_position = scores_per_position if backend == "mlx" else 0
+        memory = measured.scaled(microbatch_size, sequence, scores_per_position=per_position)
     process_bytes = processor.process_bytes or default_process_bytes(backend, device)
     boundary = boundary_cost(
         hidden_size=shape.hidden_size, microbatch_tokens=microbatch_tokens, wire_bytes=wire_bytes
     )
     if backend == "mlx":
-        scores = 2 * shape.num_heads * microbatch_tokens * sequence * value_bytes
-        layer = _mlx_layer(layer, scores, memory)
+        layer = _mlx_layer(layer, scores_per_position * microbatch_tokens * sequence, memory)
         # Only the boundary tensors stay in flight; the head's gradient is one of them.
         head = dataclasses.replace(head, per_microbatch_bytes=0)
         factor, library_bytes = 1.0, MLX_LIBRARY_BYTES
@@ -184,12 +216,4 @@ def _in_heap(cost: LayerCost, factor: float) -> LayerCost:
         cost,
         per_microbatch_bytes=round(factor * cost.per_microbatch_bytes),
         workspace_bytes=round(factor * cost.workspace_bytes),
-    )
-
-
-def _scaled(memory: BlockMemory, factor: float) -> BlockMemory:
-    return BlockMemory(
-        layer_in_flight_bytes=round(factor * memory.layer_in_flight_bytes),
-        layer_workspace_bytes=round(factor * memory.layer_workspace_bytes),
-        workspace_bytes=round(factor * memory.workspace_bytes),
     )

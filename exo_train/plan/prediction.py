@@ -5,14 +5,11 @@ Must not plan or measure.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from exo_train.plan.exact import ExactPlan
-from exo_train.plan.fields import Fields
-from exo_train.plan.plan import MAX_RANKS
 from exo_train.plan.profiles import Household, Workload
 
 
@@ -38,36 +35,6 @@ class Prediction:
     step_s: float
     period_s: float
     ranks: tuple[RankPrediction, ...]
-
-    def scaled(self, positions: int) -> Prediction:
-        """Give the same promise for a step of so many positions; memory stays that of the plan."""
-        factor = positions / self.positions
-        return dataclasses.replace(
-            self,
-            positions=positions,
-            step_s=factor * self.step_s,
-            period_s=factor * self.period_s,
-            ranks=tuple(
-                dataclasses.replace(rank, sent_bytes=round(factor * rank.sent_bytes))
-                for rank in self.ranks
-            ),
-        )
-
-    def to_fields(self) -> dict[str, Any]:
-        """Give plain values, for JSON."""
-        plain = dataclasses.asdict(self)
-        return plain | {"ranks": list(plain["ranks"])}
-
-    @classmethod
-    def from_fields(cls, value: object, *, place: str) -> Prediction:
-        """Read `to_fields` from a file or another process; raises ProtocolError."""
-        with Fields(value, place) as fields:
-            return cls(
-                positions=fields.whole("positions", low=1),
-                step_s=fields.number("step_s", low=0),
-                period_s=fields.number("period_s", low=0),
-                ranks=fields.each("ranks", most=MAX_RANKS, read=_read_rank),
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,13 +159,3 @@ def _seconds(time_s: float) -> str:
     if time_s < 0.1:
         return f"{1000 * time_s:.3g} ms"
     return f"{time_s:.3g} s" if time_s < 100 else f"{time_s:.0f} s"
-
-
-def _read_rank(value: object, place: str) -> RankPrediction:
-    with Fields(value, place) as fields:
-        return RankPrediction(
-            name=fields.text("name"),
-            busy_share=fields.number("busy_share", low=0),
-            peak_memory_bytes=fields.whole("peak_memory_bytes", low=0),
-            sent_bytes=fields.whole("sent_bytes", low=0),
-        )

@@ -53,19 +53,22 @@ class Attempt:
         )
 
     def shortfall(self, shape: ModelShape) -> Shortfall:
+        """Reckon with the largest devices, where there are too many for all."""
+        memory = [usable for _, usable in self.usable_bytes]
+        largest = sorted(range(len(memory)), key=lambda index: -memory[index])[:MAX_DEVICES]
         costs = None
         if self.processors:
             by_processor = {p: self._costs(shape, p) for p in set(self.processors)}
-            costs = [by_processor[processor] for processor in self.processors]
-        usable = [memory for _, memory in self.usable_bytes]
-        return Shortfall(usable, self.workload(shape), costs=costs)
+            costs = [by_processor[self.processors[index]] for index in largest]
+        return Shortfall([memory[index] for index in largest], self.workload(shape), costs=costs)
 
     def _costs(self, shape: ModelShape, processor: Processor) -> StageCosts:
+        value_bytes = min(self.value_bytes, processor.value_bytes or self.value_bytes)
         return stage_costs(
             shape,
             processor=processor,
-            value_bytes=self.value_bytes,
-            weight_bytes_per_param=self.weight_bytes_per_param,
+            value_bytes=value_bytes,
+            weight_bytes_per_param=min(self.weight_bytes_per_param, value_bytes),
             wire_bytes=self.value_bytes,
             lora_rank=self.config.rank,
             targets=self.config.targets,

@@ -100,17 +100,9 @@ class RunDir:
     @classmethod
     def create(cls, path: Path, *, allow_existing: bool = False) -> RunDir:
         """Make the directory; one with files in it is refused unless `allow_existing`."""
+        check_free(path, allow_existing=allow_existing)
         with disk_errors("a run", path):
-            if path.exists() and not path.is_dir():
-                raise ConfigError(f"--run-dir {path} is a file; choose another name")
             path.mkdir(parents=True, exist_ok=True)
-            entries = sorted(e.name for e in path.iterdir() if e.name != LOCK_FILE)
-        if entries and not allow_existing:
-            raise ConfigError(
-                f"--run-dir {path} is not empty ({len(entries)} entries, {entries[0]} first); "
-                f"choose another, or continue the run in it with: "
-                f"{command_line('exo-train', 'train', '--resume', path)}"
-            )
         return cls(path)
 
     @classmethod
@@ -206,6 +198,21 @@ class RunDir:
     def _write(self, name: str, data: bytes) -> None:
         with disk_errors(name, self.path):
             write_durable(self.path / name, data)
+
+
+def check_free(path: Path, *, allow_existing: bool = False) -> None:
+    """Refuse a file, and a directory with files in it unless `allow_existing`; make nothing."""
+    with disk_errors("a run", path):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"--run-dir {path} is a file; choose another name")
+        there = path.iterdir() if path.exists() else ()
+        entries = sorted(e.name for e in there if e.name != LOCK_FILE)
+    if entries and not allow_existing:
+        raise ConfigError(
+            f"--run-dir {path} is not empty ({len(entries)} entries, {entries[0]} first); "
+            f"choose another, or continue the run in it with: "
+            f"{command_line('exo-train', 'train', '--resume', path)}"
+        )
 
 
 def relative_to_run(path: Path, run_dir: Path) -> str:

@@ -100,8 +100,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
             f"{_seconds(link['time_s'])} a message"
         )
     yield (
-        f"predicted: {_seconds(report['step_s'])} a step, {report['tokens_per_s']:.0f} tokens/s "
-        f"at full length"
+        f"predicted: {_seconds(report['step_s'])} a step of {report['step_positions']} positions, "
+        f"{report['tokens_per_s']:.0f} tokens/s"
     )
     if report["data"]:
         yield from _epoch_lines(report["data"], report["epoch_s"])

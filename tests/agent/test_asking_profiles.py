@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ TIMES = BlockTimes(
 BACKEND = available_backends()[0]  # of the agents here
 START_TIMEOUT_S = 60.0
 SOON_S = 5.0
+Replying = Callable[[pb.ProfileRequest], pb.ProfileReply]
 
 
 def request(**changed: Any) -> ProfileRequest:
@@ -176,6 +179,30 @@ def test_a_device_that_is_not_offered_is_a_failure_with_its_name(
 
 
 @pytest.mark.processes
+def test_a_device_that_takes_part_in_a_run_times_nothing(
+    join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = join("studio")
+    guest = ByHand.invited_by(here, tmp_path / "guest")
+    monkeypatch.setattr("exo_train.agent.profiles.RUN_END_TIMEOUT_S", 0.0)
+    requests: queue.SimpleQueue[pb.RunMessage | None] = queue.SimpleQueue()
+    prepare = pb.Prepare(
+        backend=BACKEND, device="cpu", node_id=here.id, cluster=here.client().status()["cluster"]
+    )
+    requests.put(pb.RunMessage(run_id="blue7", generation=1, rank=0, prepare=prepare))
+    with guest.control_of(here) as control:
+        replies = control.Run(iter(requests.get, None))
+        next(replies)
+        asked = pb.ProfileRequest(json=request().to_json(), fresh=True)
+        reply = control.Profile(asked, timeout=SOON_S)
+        assert reply.failure.kind == "PeerError"
+        assert reply.failure.message.startswith("studio is training now (run blue7); a layer ")
+        assert profilers() == []
+        replies.cancel()
+        requests.put(None)
+
+
+@pytest.mark.processes
 def test_a_caller_that_hangs_up_and_an_agents_end_both_end_the_process(
     join: Join, tmp_path: Path
 ) -> None:
@@ -244,19 +271,19 @@ def wait_busy(process: psutil.Process) -> None:
 class Liar(ControlServicer):
     """Answers with what it is given; `wait` holds every answer back."""
 
-    def __init__(self, reply: pb.ProfileReply, *, waits: bool = False) -> None:
-        self.num_asked = 0
+    def __init__(self, reply: pb.ProfileReply | Replying, *, waits: bool = False) -> None:
         self.hung_up = threading.Event()
         self._reply, self._waits = reply, waits
+        self.was_fresh: list[bool] = []
 
     def Profile(  # noqa: N802, gRPC's name
         self, request: pb.ProfileRequest, context: grpc.ServicerContext
     ) -> pb.ProfileReply:
-        self.num_asked += 1
+        self.was_fresh.append(request.fresh)
         context.add_callback(self.hung_up.set)
         while self._waits and context.is_active():
             time.sleep(0.02)
-        return self._reply
+        return self._reply(request) if callable(self._reply) else self._reply
 
 
 @pytest.fixture
@@ -294,6 +321,7 @@ def ask_liar(
 
 
 FAR = {**TIMES.to_fields(), "layer_forward_s": -1.0}
+FREE = {**TIMES.to_fields(), "layer_forward_s": 0.0, "layer_backward_s": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -311,9 +339,10 @@ FAR = {**TIMES.to_fields(), "layer_forward_s": -1.0}
         ),
         (pb.ProfileReply(), PeerError, "what laptop says of its speed is not valid JSON"),
         (pb.ProfileReply(json=json.dumps(FAR)), PeerError, "what laptop says .*layer_forward_s"),
+        (pb.ProfileReply(json=json.dumps(FREE)), PeerError, "what laptop says .* at least 1e-07 s"),
         (pb.ProfileReply(json="9" * 70_000), PeerError, "70000 characters, the limit is"),
     ],
-    ids=["no room", "colours", "empty", "negative", "long"],
+    ids=["no room", "colours", "empty", "negative", "free", "long"],
 )
 def test_what_a_member_says_is_checked(
     guest: tuple[Here, ByHand], reply: pb.ProfileReply, kind: type[ExoTrainError], message: str
@@ -328,7 +357,31 @@ def test_the_processors_of_a_member_are_asked_one_after_the_other(
 ) -> None:
     liar = Liar(pb.ProfileReply(json=json.dumps(TIMES.to_fields()), from_cache=True))
     assert ask_liar(guest, liar, names=("pc cuda:0", "pc cuda:1")) == [TIMES, TIMES]
-    assert liar.num_asked == 2
+    assert len(liar.was_fresh) == 2
+
+
+def test_fresh_times_are_not_taken_again_for_each_gpu_of_one_chip(
+    guest: tuple[Here, ByHand],
+) -> None:
+    names = ("pc cuda:0", "pc cuda:1", "pc cuda:2")
+
+    def of_one_chip(asked: pb.ProfileRequest) -> pb.ProfileReply:
+        return pb.ProfileReply(json=json.dumps(TIMES.to_fields()), from_cache=not asked.fresh)
+
+    liar = Liar(of_one_chip)
+    assert ask_liar(guest, liar, names=names, fresh=True) == [TIMES] * 3
+    assert liar.was_fresh == [True, False, False]
+
+    def of_two_chips(asked: pb.ProfileRequest) -> pb.ProfileReply:
+        is_first = json.loads(asked.json)["device"] == "cuda:0"
+        times = {} if is_first else {"layer_forward_s": 0.5 if asked.fresh else 0.7}
+        text = json.dumps({**TIMES.to_fields(), **times})
+        return pb.ProfileReply(json=text, from_cache=not asked.fresh)
+
+    liar = Liar(of_two_chips)
+    answers = ask_liar(guest, liar, names=names[:2], fresh=True)
+    assert [a.layer_forward_s for a in answers if isinstance(a, BlockTimes)] == [0.01, 0.5]
+    assert liar.was_fresh == [True, False, True], "what is known is from before"
 
 
 def test_a_member_that_does_not_answer_costs_no_more_than_the_limit(
@@ -348,5 +401,5 @@ def test_a_user_who_stops_hangs_up_on_all(guest: tuple[Here, ByHand]) -> None:
     liar = Liar(pb.ProfileReply(), waits=True)
     started_s = time.monotonic()
     with pytest.raises(InterruptedRunError, match="stopped while the devices were timed"):
-        ask_liar(guest, liar, wants_stop=lambda: liar.num_asked > 0)
+        ask_liar(guest, liar, wants_stop=lambda: bool(liar.was_fresh))
     assert time.monotonic() - started_s < SOON_S

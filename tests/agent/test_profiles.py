@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from exo_train.agent.profiler_process import NotWantedError
-from exo_train.agent.profiles import MAX_WAITING, Profiles
+from exo_train.agent.profiles import MAX_WAITING, Profiles, profiler_bytes
 from exo_train.cluster.profile_cache import ProfileCache
 from exo_train.config import LoraConfig
 from exo_train.errors import (
@@ -121,10 +122,13 @@ class Desk:
     def __init__(self, folder: Path, **options: Any) -> None:
         self.device = FakeDevice()
         self.cache = ProfileCache(folder / "cache")
+        self.facts = FACTS
+        self.run_id = ""
         self.profiles = Profiles(
-            lambda: FACTS,
+            lambda: self.facts,
             cache=self.cache,
             log_path=folder / "log",
+            run_id=lambda: self.run_id,
             measure=self.device,
             **options,
         )
@@ -242,3 +246,108 @@ def test_who_hangs_up_frees_the_device_and_so_does_the_agents_end(desk: Desk) ->
     with pytest.raises(NotWantedError):
         desk.ask(sequence=34).result(SOON_S)
     assert [asked.sequence for asked in desk.device.measured] == [16, 32]
+
+
+# Llama 3.1 70B, of which the profiler makes two layers: 2 x 855 million values.
+LARGE = tiny_config(
+    num_layers=80,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_heads=64,
+    num_kv_heads=8,
+    vocab_size=128256,
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"config_json": json.dumps(LARGE), "compute_dtype": "fp32"},
+            r"^den-pc: timing two layers of this model there needs 7\.\d GB, more than the 6\.0 GB "
+            r"of den-pc cuda:0; use a smaller --max-seq-length or --microbatch-size",
+        ),
+        ({"sequence": 1 << 20}, r"needs \d+\.\d GB, more than the 6\.0 GB of den-pc cuda:0;"),
+        (  # of the head, whose matrix is larger than two layers
+            {
+                "config_json": json.dumps(tiny_config(hidden_size=4096, vocab_size=400_000)),
+                "with_ends": True,
+            },
+            r"needs \d+\.\d GB, more than the 6\.0 GB of den-pc cuda:0;",
+        ),
+    ],
+    ids=["layer", "positions", "end"],
+)
+def test_nothing_is_started_that_has_no_room(
+    desk: Desk, changed: dict[str, Any], message: str
+) -> None:
+    desk.facts = dataclasses.replace(FACTS, usable_memory_bytes=6 * 10**9)
+    with pytest.raises(DoesNotFitError, match=message):
+        desk.ask(**changed).result(SOON_S)
+    assert desk.device.measured == []
+    assert desk.ask(device="cuda:1", **changed).result(SOON_S)[1] is False, "20 GB are free there"
+
+
+def test_room_is_reckoned_for_the_microbatch_that_is_asked_for() -> None:
+    one, two = (profiler_bytes(request(microbatch_size=n, sequence=4096)) for n in (1, 2))
+    longer = profiler_bytes(request(microbatch_size=1, sequence=8192))
+    assert one < two == longer
+
+
+def test_what_is_known_needs_no_room(desk: Desk) -> None:
+    desk.ask().result(SOON_S)
+    desk.facts = dataclasses.replace(FACTS, usable_memory_bytes=1)
+    assert desk.ask().result(SOON_S)[1] is True
+    with pytest.raises(DoesNotFitError, match=r"more than the 0\.1 MB of den-pc cuda:0"):
+        desk.ask(fresh=True).result(SOON_S)
+
+
+def test_a_device_that_trains_answers_only_what_it_knows(desk: Desk) -> None:
+    known = desk.ask().result(SOON_S)[0]
+    desk.run_id = "blue7"
+    assert desk.ask().result(SOON_S) == (known, True)
+    sentence = (
+        r"^den-pc is training now \(run blue7\); a layer cannot be timed there until that ends$"
+    )
+    for changed in ({"fresh": True}, {"sequence": 32}):
+        with pytest.raises(PeerError, match=sentence):
+            desk.ask(**changed).result(SOON_S)
+    assert len(desk.device.measured) == 1
+    desk.run_id = ""
+    assert desk.ask(sequence=32).result(SOON_S)[1] is False
+
+
+def test_a_run_that_ends_just_now_is_waited_for_and_one_that_begins_goes_first(desk: Desk) -> None:
+    desk.run_id = "blue7"
+    asked = desk.ask()
+    time.sleep(0.3)
+    desk.run_id = ""
+    assert asked.result(SOON_S)[1] is False
+    desk.device.may_end.clear()
+    asked = desk.ask(sequence=32)
+    desk.wait_measuring(2)
+    desk.run_id = "red8"
+    with pytest.raises(PeerError, match=r"^den-pc is training now \(run red8\)"):
+        asked.result(SOON_S)
+    assert desk.device.num_at_once == 0, "the measurement has ended"
+
+
+def test_gpus_of_one_chip_share_what_was_measured(desk: Desk) -> None:
+    (other,) = FACTS.more_devices
+    desk.facts = dataclasses.replace(
+        FACTS, more_devices=(dataclasses.replace(other, chip=FACTS.chip), other_gpu(other))
+    )
+    first = desk.ask(device="cuda:0").result(SOON_S)[0]
+    assert desk.ask(device="cuda:1").result(SOON_S) == (first, True)
+    assert desk.ask(device="cuda:2").result(SOON_S)[1] is False
+    assert desk.ask(device="cuda:1", compute_dtype="bf16").result(SOON_S)[1] is False
+
+
+def other_gpu(device: ComputeDevice) -> ComputeDevice:
+    return dataclasses.replace(device, device="cuda:2")
+
+
+def test_a_failure_is_told_in_one_line(desk: Desk) -> None:
+    desk.device.failure = ExoTrainError("RuntimeError: no kernel\n  for this\tdevice\n")
+    with pytest.raises(ExoTrainError, match=r"^den-pc: RuntimeError: no kernel for this device$"):
+        desk.ask().result(SOON_S)

@@ -20,7 +20,7 @@ from exo_train.config import LoraConfig
 from exo_train.errors import ConfigError
 from exo_train.models.decode import decode
 from exo_train.models.spec import ModelSpec
-from exo_train.plan.block_times import BlockTimes
+from exo_train.plan.block_times import STEADY_SLOWDOWN, BlockTimes
 from exo_train.plan.memory import ModelShape, pseudo_layer_costs
 from exo_train.train.profiling import WORKER_BYTES, LayerFit, StageMeasure, end_times, profile
 from exo_train.train.random_tensors import RandomTensors
@@ -153,6 +153,25 @@ def test_sixteen_bits_halve_what_is_in_the_air(backend: str, dtype: DType) -> No
     values = weight.to_numpy().astype(np.float32)
     assert weight.dtype is dtype
     assert values.std() * np.sqrt(192) == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("share", "fault", "is_busy"),
+    [(0.7, "", True), (0.9, "", False), (7.5, "", False), (0.7, "sleep_ms:0", False)],
+    ids=["others compute", "quiet", "many threads", "asleep for a test"],
+)
+def test_a_cpu_that_others_use_all_the_time_is_not_steady(
+    monkeypatch: pytest.MonkeyPatch, share: float, fault: str, is_busy: bool
+) -> None:
+    monkeypatch.setenv("EXO_TRAIN_TEST_FAULT", fault)
+    num_looks = itertools.count()
+
+    def clock() -> float:
+        return next(num_looks) / 1000
+
+    times = profiled("torch", budget_s=0.1, clock=clock, processor_clock=lambda: share * clock())
+    assert (times.slowdown > STEADY_SLOWDOWN) == is_busy
+    assert times.layer_s < 0.003, "the times are as they were"
 
 
 def test_a_sequence_beyond_the_model_is_refused() -> None:

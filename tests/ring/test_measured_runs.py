@@ -12,7 +12,7 @@ import pytest
 
 from exo_train.agent.resuming import resumed_options
 from exo_train.config import TrainConfig
-from exo_train.errors import ConfigError, DoesNotFitError, InterruptedRunError
+from exo_train.errors import ConfigError, DoesNotFitError, InterruptedRunError, PeerError
 from exo_train.train.loop import Watcher
 from tests.ring.household import Household
 from tests.ring.household_runs import assert_same_training, losses, run_training
@@ -109,7 +109,6 @@ def test_a_resumed_run_keeps_its_split_and_its_numbers_to_the_last_digit(
     [
         (("attic:3", "hall:3"), "gives out 6 layers, but the model has 5"),
         (("attic:3", "hall:1"), "gives out 4 layers, but the model has 5"),
-        (("attic:5", "nobody:1"), "called 'nobody'"),
         (("attic:4", "attic:1"), "names attic twice"),
         (("attic:5", "hall:0"), "count of at least 1"),
         (("attic", "hall:1"), "NAME:COUNT|called ''"),
@@ -125,6 +124,14 @@ def test_a_split_that_cannot_be_is_refused_in_a_sentence(
     with pytest.raises(ConfigError, match=sentence):
         run_training(household.homes["attic"], config, tmp_path / "run", layers=layers)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_split_waits_for_the_devices_that_it_names(
+    household: Household, config: TrainConfig, tmp_path: Path
+) -> None:
+    given = replace(config, layers=("attic:4", "nobody:1"), device_wait_s=1.0)
+    with pytest.raises(PeerError, match="nobody wanted, but after 1 s only these are here"):
+        run_training(household.homes["attic"], given, tmp_path / "run")
 
 
 def test_plan_says_before_what_train_does_then(

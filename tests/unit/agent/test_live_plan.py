@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from exo_train.agent.deciding import decide
-from exo_train.agent.live_plan import LiveProblem, measured_width
+from exo_train.agent.live_plan import LiveProblem, _as_sent, _check_number, measured_width
 from exo_train.agent.planning import Candidate
 from exo_train.agent.run_plan import Run, _advice, _as_before
 from exo_train.config import TrainConfig
-from exo_train.errors import DoesNotFitError
+from exo_train.errors import DoesNotFitError, PeerError
 from exo_train.models.manifest import ModelManifest
 from exo_train.models.spec import ModelSpec
 from exo_train.peer import NodeId
-from exo_train.plan.block_times import BlockTimes, EndTimes
+from exo_train.plan.block_times import BlockMemory, BlockTimes, EndTimes
 from exo_train.plan.drift import Drift
 from exo_train.plan.plan import Plan, RankPlan
 from exo_train.plan.profiles import LinkProfile
@@ -193,7 +193,7 @@ def plan_before(*ranks: tuple[str, int], dtype: str = "fp32") -> Plan:
 def test_a_resumed_run_keeps_its_split_while_its_devices_are_as_before() -> None:
     before = plan_before(("berta", 9), ("anna", 5))
     here = [candidate("anna"), candidate("berta"), candidate("clara")]
-    kept = _as_before(run(), here, before)
+    kept = _as_before(run(), here, before, print)
     assert kept is not None
     assert [c.name for c in kept.candidates] == ["berta", "anna"]
     assert kept.layers == (9, 5)
@@ -212,7 +212,52 @@ def test_a_resumed_run_keeps_its_split_while_its_devices_are_as_before() -> None
     ids=["gone", "another processor", "another backend", "another dtype", "less memory"],
 )
 def test_it_is_planned_anew_when_one_of_them_is_not(changed: list[Candidate]) -> None:
-    assert _as_before(run(), changed, plan_before(("berta", 9), ("anna", 5))) is None
+    assert _as_before(run(), changed, plan_before(("berta", 9), ("anna", 5)), print) is None
+
+
+def test_more_devices_than_before_are_not_refused_silently() -> None:
+    said: list[str] = []
+    here = [candidate("anna"), candidate("berta"), candidate("clara")]
+    more = run(config=replace(CONFIG, min_devices=3))
+    assert _as_before(more, here, plan_before(("berta", 9), ("anna", 5)), said.append) is None
+    assert said == ["the run is planned anew: 3 devices are asked for now"]
+
+
+def test_who_is_left_out_does_not_decide_what_is_sent() -> None:
+    """Two fp32 CPUs do the work; a GPU that computes in bf16 has no room for a layer."""
+    gpu = candidate("clara", device="cuda:0", dtypes=("bf16",), usable_memory_bytes=1000)
+    three = (candidate("anna"), candidate("berta"), gpu)
+    live = problem(0.01, 0.01, 0.001, candidates=three)
+    assert live.wire_bytes == 2
+    part, found = _as_sent(live, decide(live, at_least=2), 2)
+    assert part.wire_bytes == 4
+    assert found.workload.boundary_bytes == 64 * SPEC.hidden_size * 4
+    assert [found.household.devices[i].name for i in found.verdict.plan.devices] == [
+        "anna",
+        "berta",
+    ]
+
+
+def test_a_wish_for_devices_does_not_give_way_to_a_link_that_was_not_measured() -> None:
+    live = problem(0.01, 0.01, links={})
+    with pytest.raises(PeerError, match="links between them are not all measured"):
+        _check_number(live, decide(live, at_least=2), 2)
+    _check_number(live, decide(live), 1)
+
+
+def test_scores_of_long_rows_are_reckoned_from_short_ones() -> None:
+    """MLX keeps attention scores in full: measured at 64 positions, needed at 512."""
+
+    def steps(size: int) -> StepShape:
+        return StepShape(num_sequences=32, mean_width=64.0, longest=512)
+
+    memory = BlockMemory(layer_in_flight_bytes=0, layer_workspace_bytes=500_000, workspace_bytes=0)
+    mac = candidate("anna", backend="mlx", device="gpu")
+    live = problem(0.01, candidates=(mac,), times=(times(0.01, memory=memory),), steps=steps)
+    costs = live.sized(1)[0].devices[0].costs
+    assert costs is not None
+    scores_bytes = 2 * SPEC.num_heads * 512**2 * 4
+    assert costs.layer.static_bytes > scores_bytes
 
 
 def test_advice_names_the_gain_and_the_command() -> None:
@@ -233,4 +278,4 @@ def test_no_restart_is_advised_for_little_or_for_a_link() -> None:
     little = Drift(factor=1.16, rank=1, rank_factor=1.16)
     assert "--resume" not in _advice(asked_for_two, live, 1, plan, little)
     link = Drift(factor=3.0, rank=None, rank_factor=None)
-    assert "network" in _advice(asked_for_two, live, 1, plan, link)
+    assert _advice(asked_for_two, live, 1, plan, link) == ""

@@ -101,20 +101,20 @@ def test_what_training_cannot_do_is_compared_and_never_chosen(model: Path, tmp_p
 
 def test_what_does_not_fit_says_what_would(model: Path, tmp_path: Path) -> None:
     """The advice is true: the change it names makes a plan, one that it denies does not."""
-    laptops = {"devices": [{"name": f"laptop {n}", "preset": "m2-pro-16"} for n in (1, 2)]}
+    pcs = {"devices": [{"name": f"pc {n}", "preset": "rtx-4060-ti-16"} for n in (1, 2)]}
     options = {"max_seq_length": 2048}
     with pytest.raises(DoesNotFitError) as caught:
-        report(model, tmp_path, laptops, **options)
+        report(model, tmp_path, pcs, **options)
     text = str(caught.value)
     assert text.startswith(
-        "does not fit: needs 8.3 GB more on every split (usable: laptop 1 9.9 GB"
+        "does not fit: needs 4.8 GB more on every split (usable: pc 1 14.1 GB, pc 2 14.1 GB); "
     )
     assert "--checkpoint-activations fits on 2 devices" in text
-    assert "--rank 4 → still no, 8.2 GB missing" in text
-    fitting = report(model, tmp_path, laptops, **options, checkpoint_activations=True)
+    assert "--rank 4 → still no, 4.7 GB missing" in text
+    fitting = report(model, tmp_path, pcs, **options, checkpoint_activations=True)
     assert len(fitting["stages"]) == 2
     with pytest.raises(DoesNotFitError):
-        report(model, tmp_path, laptops, **options, rank=4)
+        report(model, tmp_path, pcs, **options, rank=4)
 
 
 def test_memory_is_told_by_kind(model: Path, tmp_path: Path) -> None:

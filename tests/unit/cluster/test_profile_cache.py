@@ -153,6 +153,11 @@ def test_whatever_does_not_is_the_same(changed: dict[str, Any]) -> None:
     assert key(**changed) == key()
 
 
+def test_gpus_of_one_chip_are_one_measurement() -> None:
+    assert key(device="cuda:0") == key(device="cuda:3")
+    assert key(device="cuda:0") != key(device="cuda:3", chip="another chip")
+
+
 def test_another_version_or_number_of_threads_is_another_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

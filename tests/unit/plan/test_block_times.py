@@ -92,6 +92,31 @@ def test_an_unknown_projection_is_refused() -> None:
         ProfileRequest.from_json(json.dumps(content), place="there")
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"layer_forward_s": 0.0, "layer_backward_s": 0.0},
+        {"layer_forward_s": 1e-9, "layer_backward_s": 1e-9},
+        {"layer_backward_s": 1e5},
+        {"overhead_s": float("nan")},
+        {"layer_update_s": float("inf")},
+        {"process_bytes": 1 << 45},
+        {"memory": [{**TIMES.to_fields()["memory"][0], "workspace_bytes": 1 << 45}]},
+        {"ends": [{**TIMES.to_fields()["ends"][0], "head_layer_s": 0.0}]},
+        {"ends": [{**TIMES.to_fields()["ends"][0], "head_s": 1e5}]},
+    ],
+    ids=range(9),
+)
+def test_times_that_no_device_has_are_refused(changed: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match=r"^what den-pc says\b.*(must|at least)"):
+        BlockTimes.from_fields({**TIMES.to_fields(), **changed}, place="what den-pc says")
+
+
+def test_a_backend_that_makes_its_gradients_in_the_forward_is_believed() -> None:
+    fields = {**TIMES.to_fields(), "layer_backward_s": 0.0}
+    assert BlockTimes.from_fields(fields, place="there").layer_s == 1.0
+
+
 def test_few_or_uneven_calls_are_not_steady() -> None:
     assert TIMES.is_steady
     assert not BlockTimes(**{**_fields(TIMES), "num_repetitions": 2}).is_steady

@@ -14,6 +14,7 @@ from exo_train.plan.device_memory import (
     MLX_LIBRARY_BYTES,
     TORCH_LIBRARY_BYTES,
     TORCH_PROCESS_BYTES,
+    Measured,
     Processor,
     counts_process,
     default_process_bytes,
@@ -109,10 +110,11 @@ def test_a_profile_replaces_the_guess_for_mlx_and_is_scaled_to_the_microbatch() 
     memory = BlockMemory(
         layer_in_flight_bytes=0, layer_workspace_bytes=5_000_000, workspace_bytes=3_000_000
     )
-    found = costs(
-        "mlx", "cpu", process_bytes=300_000_000, measured=memory, measured_tokens=TOKENS // 2
-    )
-    assert found.layer.static_bytes == formula()[1].static_bytes + 10_000_000
+    half = Measured(memory=memory, size=1, sequence=TOKENS // 2)
+    found = costs("mlx", "cpu", process_bytes=300_000_000, measured=half)
+    # Of the 5 MB 3,145,728 are scores (2 x 6 heads x 256² x 4 bytes), which grow fourfold.
+    layer_bytes = 2 * (5_000_000 - 3_145_728) + 4 * 3_145_728
+    assert found.layer.static_bytes == formula()[1].static_bytes + layer_bytes
     assert found.layer.workspace_bytes == 6_000_000
     assert found.per_stage.static_bytes == 300_000_000 + MLX_LIBRARY_BYTES
 
@@ -123,7 +125,8 @@ def test_a_profile_that_counts_less_than_the_formula_is_not_believed() -> None:
         memory = BlockMemory(
             layer_in_flight_bytes=counted_bytes, layer_workspace_bytes=0, workspace_bytes=0
         )
-        found = costs("torch", "cuda:0", measured=memory)
+        whole = Measured(memory=memory, size=1, sequence=TOKENS)
+        found = costs("torch", "cuda:0", measured=whole)
         assert found.layer.per_microbatch_bytes == expected_bytes
 
 

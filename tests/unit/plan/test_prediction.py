@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from exo_train.errors import ProtocolError
 from exo_train.plan.exact import exact_plan, plan_with_layers
 from exo_train.plan.prediction import (
     Achieved,
@@ -72,33 +71,6 @@ def test_one_device_sends_nothing_and_its_step_is_its_only_period():
     assert promised.ranks[0].sent_bytes == 0
     assert promised.ranks[0].busy_share == 1.0
     assert promised.period_s == promised.step_s == 4.0
-
-
-def test_a_step_of_half_the_positions_takes_half_the_time_and_as_much_memory():
-    half = PREDICTION.scaled(2048)
-    assert (half.positions, half.step_s, half.period_s) == (2048, 0.96, 0.1)
-    assert [rank.sent_bytes for rank in half.ranks] == [250, 250]
-    assert [rank.peak_memory_bytes for rank in half.ranks] == [1000, 2000]
-    assert [rank.busy_share for rank in half.ranks] == [0.9, 1.0]
-
-
-def test_it_goes_through_json():
-    text = json.dumps(PREDICTION.to_fields())
-    assert Prediction.from_fields(json.loads(text), place="run") == PREDICTION
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"positions": 0}, r"run\.positions must be a whole number from 1"),
-        ({"step_s": -1.0}, r"run\.step_s must be a finite number from 0"),
-        ({"more": 1}, "unknown key 'more'"),
-        ({"ranks": [{"name": "a"}]}, r"run\.ranks\[0\] lacks 'busy_share'"),
-    ],
-)
-def test_what_is_no_prediction_is_refused(changes, words):
-    with pytest.raises(ProtocolError, match=words):
-        Prediction.from_fields(PREDICTION.to_fields() | changes, place="run")
 
 
 def test_each_promise_is_put_beside_what_came_of_it():
