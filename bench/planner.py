@@ -1,9 +1,10 @@
 """Is the planner right? Its split against others, and its promises against what came.
 
 `speeds`: three agents on this machine, slowed to 1:2:4 by sleeping in every layer; the planned
-split against an even one and one by memory. `rings`: real rings of two and three
-workers, one core each, and the errors of period, step, and peak memory. `links`: two hosts (network
-namespaces, needs root on Linux) whose link is shaped with tc.
+split against an even one and one by memory. `rings`: real rings of two and three workers with one
+thread each, and the errors of period, step, and peak memory. `links`: two hosts (network
+namespaces, needs root on Linux) whose link is shaped with tc. There each agent times its layer
+before the others do, as devices of their own would: here they share cores while they load.
 
 Every row is a run of `exo-train train` over real agents; the errors are those of its summary.json.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -24,14 +26,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from exo_train.agent.driver import train
 from exo_train.agent.local_agents import LocalAgents
 from exo_train.agent.opening import Narrator
 from exo_train.config import TrainConfig
 from exo_train.train.loop import Watcher
-from tests.lan.lan_agents import LanAgents, wait_all_see
+from tests.lan.lan_agents import LanAgent, LanAgents, wait_all_see
 from tests.lan.namespaces import Lan, why_not
 from tests.tiny_models import make_tiny_model
 
@@ -80,7 +80,7 @@ WIDE_MESSAGE = Model(name="wide-message", layers=4, hidden=512, intermediate=512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """Agents by backend; each has a core of its own, in turn, and sleeps by the layer if told."""
+    """Agents by backend; each computes with one thread, and sleeps by the layer if told."""
 
     name: str
     model: Model
@@ -130,6 +130,7 @@ def main() -> None:
     parts = options.parts or list(PARTS)
     if unknown := set(parts) - set(PARTS):
         parser.error(f"no part is called {', '.join(sorted(unknown))}")
+    os.environ["OMP_NUM_THREADS"] = "1"  # two workers with two threads each would fight for cores
     with tempfile.TemporaryDirectory(prefix="exo-train-bench-") as folder:
         root = Path(folder)
         if "speeds" in parts:
@@ -186,6 +187,8 @@ def _run_ring(root: Path, ring: Ring, steps: int) -> dict[str, Any]:
     if ring.rate:
         return _train_shaped(folder, config, ring.rate)
     with _local(folder, ring.backends, ring.sleep_ms) as agents:
+        for name in agents.homes:
+            _train(agents, _alone(config, name))
         return _train(agents, config)
 
 
@@ -209,17 +212,8 @@ def _local(
                 variables={"EXO_TRAIN_TEST_FAULT": fault},
             )
             agents.wait_listening(name)
-            _pin(agents.processes[name].pid, number)
         agents.wait_met()
         yield agents
-
-
-def _pin(pid: int, number: int) -> None:
-    """Give an agent, and so its profiler and its worker, a core of its own while there are some."""
-    process = psutil.Process(pid)
-    if hasattr(process, "cpu_affinity"):
-        cores = process.cpu_affinity()
-        process.cpu_affinity([cores[number % len(cores)]])
 
 
 def _config(
@@ -242,6 +236,12 @@ def _config(
     )
 
 
+def _alone(config: TrainConfig, name: str) -> TrainConfig:
+    """Give a short run on one device: it leaves that device's times in its cache."""
+    run_dir = f"{config.run_dir}-{name}"
+    return replace(config, devices=(name,), min_devices=1, steps=1, run_dir=run_dir)
+
+
 def _train(agents: LocalAgents, config: TrainConfig) -> dict[str, Any]:
     home = next(iter(agents.homes.values()))
     outcome = train(home, config, watcher=Watcher(), narrator=Narrator())
@@ -256,23 +256,27 @@ def _train_shaped(root: Path, config: TrainConfig, rate: str) -> dict[str, Any]:
             lan.limit_rate(number, rate)
         agents = launch(1, 2)
         wait_all_see(agents)
-        for number, agent in enumerate(agents):
-            _pin(agent.running().pid, number)
-        file = root / "options.yaml"
-        given = {k: v for k, v in config.to_dict().items() if v != getattr(TrainConfig(), k)}
-        file.write_text(json.dumps(given), "utf-8")
-        done = subprocess.run(
-            agents[0].command("train", "--config", str(file)),
-            env=agents[0].environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TRAIN_TIMEOUT_S,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(f"bench/planner.py: {done.stderr}")
+        for agent in agents:
+            _train_on(agents[0], root, _alone(config, agent.name))
+        _train_on(agents[0], root, config)
     return dict(json.loads((Path(config.run_dir) / "summary.json").read_text("utf-8")))
+
+
+def _train_on(agent: LanAgent, root: Path, config: TrainConfig) -> None:
+    file = root / "options.yaml"
+    given = {k: v for k, v in config.to_dict().items() if v != getattr(TrainConfig(), k)}
+    file.write_text(json.dumps(given), "utf-8")
+    done = subprocess.run(
+        agent.command("train", "--config", str(file)),
+        env=agent.environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TRAIN_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"bench/planner.py: {done.stderr}")
 
 
 def _print_heading() -> None:

@@ -186,15 +186,13 @@ def test_a_device_that_takes_part_in_a_run_times_nothing(
     guest = ByHand.invited_by(here, tmp_path / "guest")
     monkeypatch.setattr("exo_train.agent.profiles.RUN_END_TIMEOUT_S", 0.0)
     requests: queue.SimpleQueue[pb.RunMessage | None] = queue.SimpleQueue()
-    prepare = pb.Prepare(
-        backend=BACKEND, device="cpu", node_id=here.id, cluster=here.client().status()["cluster"]
-    )
+    cluster = here.client().status()["cluster"]
+    prepare = pb.Prepare(backend=BACKEND, device="cpu", node_id=here.id, cluster=cluster)
     requests.put(pb.RunMessage(run_id="blue7", generation=1, rank=0, prepare=prepare))
     with guest.control_of(here) as control:
         replies = control.Run(iter(requests.get, None))
         next(replies)
-        asked = pb.ProfileRequest(json=request().to_json(), fresh=True)
-        reply = control.Profile(asked, timeout=SOON_S)
+        reply = control.Profile(pb.ProfileRequest(json=request().to_json()), timeout=SOON_S)
         assert reply.failure.kind == "PeerError"
         assert reply.failure.message.startswith("studio is training now (run blue7); a layer ")
         assert profilers() == []
@@ -320,8 +318,9 @@ def ask_liar(
             assert liar.hung_up.wait(SOON_S)
 
 
-FAR = {**TIMES.to_fields(), "layer_forward_s": -1.0}
-FREE = {**TIMES.to_fields(), "layer_forward_s": 0.0, "layer_backward_s": 0.0}
+FIELDS = TIMES.to_fields()
+FAR = {**FIELDS, "layer_forward_s": -1.0}
+FREE = {**FIELDS, "layer_forward_s": 0.0, "layer_backward_s": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -360,26 +359,21 @@ def test_the_processors_of_a_member_are_asked_one_after_the_other(
     assert len(liar.was_fresh) == 2
 
 
-def test_fresh_times_are_not_taken_again_for_each_gpu_of_one_chip(
-    guest: tuple[Here, ByHand],
-) -> None:
+def test_fresh_times_are_taken_once_for_gpus_of_one_chip(guest: tuple[Here, ByHand]) -> None:
     names = ("pc cuda:0", "pc cuda:1", "pc cuda:2")
 
     def of_one_chip(asked: pb.ProfileRequest) -> pb.ProfileReply:
-        return pb.ProfileReply(json=json.dumps(TIMES.to_fields()), from_cache=not asked.fresh)
+        return pb.ProfileReply(json=json.dumps(FIELDS), from_cache=not asked.fresh)
 
-    liar = Liar(of_one_chip)
-    assert ask_liar(guest, liar, names=names, fresh=True) == [TIMES] * 3
+    assert ask_liar(guest, liar := Liar(of_one_chip), names=names, fresh=True) == [TIMES] * 3
     assert liar.was_fresh == [True, False, False]
 
     def of_two_chips(asked: pb.ProfileRequest) -> pb.ProfileReply:
         is_first = json.loads(asked.json)["device"] == "cuda:0"
         times = {} if is_first else {"layer_forward_s": 0.5 if asked.fresh else 0.7}
-        text = json.dumps({**TIMES.to_fields(), **times})
-        return pb.ProfileReply(json=text, from_cache=not asked.fresh)
+        return pb.ProfileReply(json=json.dumps({**FIELDS, **times}), from_cache=not asked.fresh)
 
-    liar = Liar(of_two_chips)
-    answers = ask_liar(guest, liar, names=names[:2], fresh=True)
+    answers = ask_liar(guest, liar := Liar(of_two_chips), names=names[:2], fresh=True)
     assert [a.layer_forward_s for a in answers if isinstance(a, BlockTimes)] == [0.01, 0.5]
     assert liar.was_fresh == [True, False, True], "what is known is from before"
 

@@ -6,6 +6,7 @@ Whether its times are those of real stages is a benchmark's question: `bench/blo
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 import time
@@ -15,12 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from exo_train import profiler
 from exo_train.backends.memory import peak_process_bytes
 from exo_train.config import LoraConfig
 from exo_train.errors import ConfigError
 from exo_train.models.decode import decode
 from exo_train.models.spec import ModelSpec
-from exo_train.plan.block_times import STEADY_SLOWDOWN, BlockTimes
+from exo_train.plan.block_times import STEADY_SLOWDOWN, BlockTimes, ProfileRequest
 from exo_train.plan.memory import ModelShape, pseudo_layer_costs
 from exo_train.train.profiling import WORKER_BYTES, LayerFit, StageMeasure, end_times, profile
 from exo_train.train.random_tensors import RandomTensors
@@ -153,6 +155,28 @@ def test_sixteen_bits_halve_what_is_in_the_air(backend: str, dtype: DType) -> No
     values = weight.to_numpy().astype(np.float32)
     assert weight.dtype is dtype
     assert values.std() * np.sqrt(192) == pytest.approx(1, abs=0.02)
+
+
+def test_a_frameworks_error_of_several_lines_is_told_in_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> BlockTimes:
+        raise RuntimeError("no kernel\n  for this\tdevice\n")
+
+    monkeypatch.setattr(profiler, "profile", fail)
+    request = ProfileRequest(
+        config_json=json.dumps(tiny_config()),
+        backend="torch",
+        device="cpu",
+        compute_dtype="fp32",
+        lora=LoraConfig(),
+        microbatch_size=1,
+        sequence=8,
+        checkpoint_activations=False,
+        with_ends=False,
+    )
+    failure = json.loads(profiler.answer(request.to_json().encode()))["failure"]
+    assert failure["message"] == "RuntimeError: no kernel for this device"
 
 
 @pytest.mark.parametrize(
