@@ -99,7 +99,7 @@ RINGS = (
         options={"checkpoint_activations": True},
     ),
     Ring(name="2 torch, rank 64", model=LARGER, backends=("torch", "torch"), options={"rank": 64}),
-    Ring(name="torch and mlx", model=SMALL, backends=("torch", "mlx")),
+    Ring(name="torch and mlx", model=LARGER, backends=("torch", "mlx")),
     Ring(
         name="3 mixed, sleeping 1:2:1",
         model=SMALL,

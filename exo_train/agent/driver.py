@@ -104,7 +104,6 @@ def _train(
     if checkpoint is not None:
         check_same(checkpoint, state)
     run_dir = _run_dir(home, config, resume)
-    check_free(run_dir, allow_existing=resume is not None)
     client = stack.enter_context(own_agent(home))
     candidates, status = wait_candidates(
         client, config, on_note=narrator.on_note, wants_stop=watcher.wants_stop
@@ -126,7 +125,7 @@ def _train(
         best_host=functools.partial(best_host_of, status["links"], NodeId(status["self"])),
         fresh=replan,
     )
-    before = plan_before(resume, on_note=narrator.on_note) if resume and not replan else None
+    before = None if replan or resume is None else plan_before(resume, on_note=narrator.on_note)
     chosen = choose_plan(run, candidates, asking, before=before)
     directory = RunDir.create(run_dir, allow_existing=resume is not None)
     if resume is None:
@@ -314,11 +313,14 @@ class _Finish:
 
 
 def _run_dir(home: Home, config: TrainConfig, resume: Path | None) -> Path:
+    """Give where the run's files go; a place that is taken is refused before anything is begun."""
     if resume is not None:
         return resume
-    if config.run_dir:
-        return Path(config.run_dir).expanduser()
-    return home.runs / datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    if not config.run_dir:
+        return home.runs / datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    path = Path(config.run_dir).expanduser()
+    check_free(path)
+    return path
 
 
 def _absolute(config: TrainConfig, model_path: Path, run_dir: Path) -> dict[str, Any]:

@@ -112,14 +112,13 @@ def stage_costs(
     What `measured` counts is scaled to microbatches of `microbatch_size` sequences of `sequence`
     positions.
     """
-    microbatch_tokens = microbatch_size * sequence
-    backend, device = processor.backend, processor.device
+    tokens, backend, device = microbatch_size * sequence, processor.backend, processor.device
     embedding, layer, *_, head = pseudo_layer_costs(
         shape,
         weight_bytes_per_param=weight_bytes_per_param,
         lora_rank=lora_rank,
         targets=targets,
-        microbatch_tokens=microbatch_tokens,
+        microbatch_tokens=tokens,
         activation_bytes=value_bytes,
         checkpoint_activations=False,
     )
@@ -130,10 +129,10 @@ def stage_costs(
         memory = measured.scaled(microbatch_size, sequence, scores_per_position=per_position)
     process_bytes = processor.process_bytes or default_process_bytes(backend, device)
     boundary = boundary_cost(
-        hidden_size=shape.hidden_size, microbatch_tokens=microbatch_tokens, wire_bytes=wire_bytes
+        hidden_size=shape.hidden_size, microbatch_tokens=tokens, wire_bytes=wire_bytes
     )
     if backend == "mlx":
-        layer = _mlx_layer(layer, scores_per_position * microbatch_tokens * sequence, memory)
+        layer = _mlx_layer(layer, scores_per_position * tokens * sequence, memory)
         # Only the boundary tensors stay in flight; the head's gradient is one of them.
         head = dataclasses.replace(head, per_microbatch_bytes=0)
         factor, library_bytes = 1.0, MLX_LIBRARY_BYTES
@@ -142,9 +141,9 @@ def stage_costs(
         factor = HEAP_FACTOR if on_cpu else 1.0
         library_bytes = TORCH_LIBRARY_BYTES if on_cpu else 0
         if checkpoint_activations:
-            input_bytes = microbatch_tokens * shape.hidden_size * value_bytes
+            input_bytes = tokens * shape.hidden_size * value_bytes
             layer = _checkpointed(layer, input_bytes, keeps_recomputed=on_cpu)
-        wide_values = 3 * microbatch_tokens * shape.intermediate_size * (value_bytes < FP32_BYTES)
+        wide_values = 3 * tokens * shape.intermediate_size * (value_bytes < FP32_BYTES)
         layer = _in_heap(_torch_layer(layer, wide_values, memory), factor)
     return StageCosts(
         embedding=embedding,
