@@ -256,6 +256,7 @@ class Agent:
             incarnation=self._incarnation,
             instance=self._instance,
             addresses=self.device.addresses(),
+            wifi_hosts=self.device.wifi_hosts(),
             run=self._control.run_facts() if self._control else None,
             unreachable=survey is not None and survey.is_unreachable,
             links=tuple(to_message(link) for link in survey.own_links()) if survey else (),

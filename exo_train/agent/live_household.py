@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -316,8 +316,10 @@ def links_of(
     pairs = [frozenset(pair) for pair in combinations(dict.fromkeys(ids), 2)]
     until_s, say_at_s, has_said = clock() + timeout_s, clock() + SAY_AFTER_S, False
     told: list[dict[str, Any]] = []
+    wifi_hosts: set[tuple[NodeId, str]] = set()
     while pairs:
-        told = status()["links"]
+        answer = status()
+        told, wifi_hosts = answer["links"], _wifi_hosts(answer["members"])
         measured = {_pair_of(link) for link in told}
         missing = [pair for pair in pairs if pair not in measured]
         if not missing or clock() >= until_s:
@@ -328,7 +330,7 @@ def links_of(
             has_said = True
             on_note(f"waiting for the links' speed: {_pairs_text(missing, names)}")
         sleep(LINKS_LOOK_S)
-    found = links_between(told, ids)
+    found = links_between(told, ids, wifi_hosts)
     known = {frozenset((ids[i], ids[j])) for i, j in found}
     if lacking := [pair for pair in pairs if pair not in known]:
         on_note(
@@ -338,20 +340,23 @@ def links_of(
     return found
 
 
-def links_between(links: Sequence[Mapping[str, Any]], ids: Sequence[NodeId]) -> Links:
+def links_between(
+    links: Sequence[Mapping[str, Any]],
+    ids: Sequence[NodeId],
+    wifi_hosts: Collection[tuple[NodeId, str]] = (),
+) -> Links:
     """Read `links` of `status --json` for each ordered pair of `ids`; same ids: one computer.
 
-    All Wi-Fi shares one medium, the air. A link has the kind of its measuring end only; the other
-    end's is known where that device measures a link of its own, so a device that measures none
-    (the greatest id) passes for a cabled one at the other end of a cable.
+    All Wi-Fi shares one medium, the air. A link has the kind of its measuring end only;
+    `wifi_hosts` are what members say of their own ends.
     """
-    kinds = _kinds_by_end(links)
     by_ends: dict[tuple[NodeId, NodeId], LinkProfile] = {}
     for link in links:
         (a, b), (there, back) = (end["id"] for end in link["ends"]), link["bytes_per_s"]
         if min(there, back) <= 0:  # a ring sends both ways
             continue
-        is_wifi = WI_FI in (link["kind"], *(_kind_at(end, kinds) for end in link["ends"]))
+        hosts = {(end["id"], without_zone(end["host"])) for end in link["ends"]}
+        is_wifi = link["kind"] == WI_FI or not hosts.isdisjoint(wifi_hosts)
         # A step waits for each of its messages, so what counts is a late one: half the median
         # round trip, and all of what the 95th percentile adds, since who delays is not known.
         latency_s = link["rtt_s"] / 2 + link["jitter_s"]
@@ -368,20 +373,8 @@ def links_between(links: Sequence[Mapping[str, Any]], ids: Sequence[NodeId]) -> 
     return found
 
 
-def _kinds_by_end(links: Sequence[Mapping[str, Any]]) -> dict[NodeId, dict[str, str]]:
-    """Give the kind of each measuring end's interface, by device and host."""
-    kinds: dict[NodeId, dict[str, str]] = {}
-    for link in links:
-        measurer = link["ends"][0]
-        kinds.setdefault(measurer["id"], {})[measurer["host"]] = link["kind"]
-    return kinds
-
-
-def _kind_at(end: Mapping[str, Any], kinds: Mapping[NodeId, Mapping[str, str]]) -> str:
-    """Give the kind of an end's interface; another family's address counts when all are alike."""
-    own = kinds.get(end["id"], {})
-    alike = set(own.values())
-    return own.get(end["host"]) or (alike.pop() if len(alike) == 1 else "")
+def _wifi_hosts(members: Sequence[Mapping[str, Any]]) -> set[tuple[NodeId, str]]:
+    return {(m["id"], without_zone(host)) for m in members for host in m["wifi_hosts"]}
 
 
 def _pair_of(link: Mapping[str, Any]) -> frozenset[NodeId]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import exo_train
 from exo_train.cluster.hardware import Hardware, detect
 from exo_train.cluster.home import Home
+from exo_train.cluster.interface_kinds import WI_FI
 from exo_train.cluster.interfaces import (
     LocalAddress,
     interface_towards,
@@ -80,6 +81,10 @@ class OwnDevice:
     def hosts(self) -> tuple[str, ...]:
         """Give where others reach this device; its loopback while it has no network."""
         return tuple(a.host for a in self.usable()[:MAX_ADDRESSES]) or (LOOPBACK,)
+
+    def wifi_hosts(self) -> tuple[str, ...]:
+        """Give those of `hosts` that are on Wi-Fi: all of it is one medium."""
+        return tuple(a.host for a in self.usable()[:MAX_ADDRESSES] if a.kind == WI_FI)
 
     def addresses(self, port: int | None = None) -> tuple[Address, ...]:
         """Give `hosts` with the control port, or another one."""

@@ -52,6 +52,7 @@ class Introduction:
     run: pb.RunFacts | None = None
     unreachable: bool = False
     links: tuple[pb.LinkFacts, ...] = ()
+    wifi_hosts: tuple[str, ...] = ()
 
 
 def to_node_facts(own: Introduction) -> pb.NodeFacts:
@@ -73,6 +74,7 @@ def to_node_facts(own: Introduction) -> pb.NodeFacts:
         run=own.run,
         unreachable=own.unreachable,
         links=own.links,
+        wifi_hosts=own.wifi_hosts,
         more_devices=[_to_compute_device(device) for device in facts.more_devices],
     )
 
@@ -87,6 +89,8 @@ def from_node_facts(message: pb.NodeFacts) -> Introduction:
         or any(not _is_shown(text) for text in texts)
         or len(message.endpoints) > MAX_ENDPOINTS
         or len(message.links) > MAX_LINKS
+        or len(message.wifi_hosts) > MAX_ENDPOINTS
+        or not all(map(_is_shown, message.wifi_hosts))
         or len(message.more_devices) > MAX_MORE_DEVICES
         or not all(_is_possible(device) for device in devices)
         or len({device.device for device in devices}) < len(devices)
@@ -114,6 +118,7 @@ def from_node_facts(message: pb.NodeFacts) -> Introduction:
         run=message.run if message.HasField("run") else None,
         unreachable=message.unreachable,
         links=tuple(message.links),
+        wifi_hosts=tuple(message.wifi_hosts),
     )
 
 

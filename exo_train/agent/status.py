@@ -94,6 +94,7 @@ def member_row(
         "version": facts.version,
         "clock_skew_s": 0.0,
         "addresses": [str(address) for address in addresses],
+        "wifi_hosts": list(told.wifi_hosts),
         "run": _run_of(told.run),
     }
 

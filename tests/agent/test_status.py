@@ -40,7 +40,7 @@ STATUS_KEYS = {
 MEMBER_KEYS = {
     "id", "name", "state", "since_s", "slow", "unreachable", "waiting", "backend", "device", "chip",
     "memory_bytes", "free_memory_bytes", "usable_memory_bytes", "dtypes", "version",
-    "more_devices", "clock_skew_s", "addresses", "run",
+    "more_devices", "clock_skew_s", "addresses", "wifi_hosts", "run",
 }  # fmt: skip
 LINK_KEYS = {
     "ends", "kind", "interface", "rtt_s", "jitter_s", "bytes_per_s", "trouble", "line",

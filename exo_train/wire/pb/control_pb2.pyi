@@ -35,7 +35,7 @@ GRADIENTS: StateKind
 BOUNDARIES: StateKind
 
 class NodeFacts(_message.Message):
-    __slots__ = ("node_id", "name", "backend", "device", "chip", "memory_bytes", "usable_memory_bytes", "dtypes", "version", "incarnation", "endpoints", "free_memory_bytes", "instance", "run", "unreachable", "links", "more_devices")
+    __slots__ = ("node_id", "name", "backend", "device", "chip", "memory_bytes", "usable_memory_bytes", "dtypes", "version", "incarnation", "endpoints", "free_memory_bytes", "instance", "run", "unreachable", "links", "more_devices", "wifi_hosts")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class NodeFacts(_message.Message):
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     MORE_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    WIFI_HOSTS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     name: str
     backend: str
@@ -70,7 +71,8 @@ class NodeFacts(_message.Message):
     unreachable: bool
     links: _containers.RepeatedCompositeFieldContainer[LinkFacts]
     more_devices: _containers.RepeatedCompositeFieldContainer[ComputeDevice]
-    def __init__(self, node_id: _Optional[str] = ..., name: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., chip: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., usable_memory_bytes: _Optional[int] = ..., dtypes: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., incarnation: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[_pairing_pb2.Endpoint, _Mapping]]] = ..., free_memory_bytes: _Optional[int] = ..., instance: _Optional[str] = ..., run: _Optional[_Union[RunFacts, _Mapping]] = ..., unreachable: bool = ..., links: _Optional[_Iterable[_Union[LinkFacts, _Mapping]]] = ..., more_devices: _Optional[_Iterable[_Union[ComputeDevice, _Mapping]]] = ...) -> None: ...
+    wifi_hosts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_id: _Optional[str] = ..., name: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., chip: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., usable_memory_bytes: _Optional[int] = ..., dtypes: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., incarnation: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[_pairing_pb2.Endpoint, _Mapping]]] = ..., free_memory_bytes: _Optional[int] = ..., instance: _Optional[str] = ..., run: _Optional[_Union[RunFacts, _Mapping]] = ..., unreachable: bool = ..., links: _Optional[_Iterable[_Union[LinkFacts, _Mapping]]] = ..., more_devices: _Optional[_Iterable[_Union[ComputeDevice, _Mapping]]] = ..., wifi_hosts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ComputeDevice(_message.Message):
     __slots__ = ("device", "chip", "memory_bytes", "free_memory_bytes", "usable_memory_bytes", "dtypes")

@@ -97,23 +97,19 @@ def test_what_cannot_carry_both_directions_is_no_link() -> None:
     assert links_between([], [A]) == {}
 
 
-def media(links: list[dict[str, Any]], ids: list[NodeId]) -> dict[tuple[int, int], str]:
-    return {pair: profile.medium for pair, profile in links_between(links, ids).items()}
-
-
 def test_wifi_at_either_end_is_the_one_medium() -> None:
-    own = link(A, B, kind="Wi-Fi")
-    assert media([own], [A, B]) == {(0, 1): "Wi-Fi", (1, 0): "Wi-Fi"}
+    def media(one: dict[str, Any], *wifi_hosts: tuple[NodeId, str]) -> set[str]:
+        return {profile.medium for profile in links_between([one], [A, B], wifi_hosts).values()}
+
+    assert media(link(A, B, kind="Wi-Fi")) == {"Wi-Fi"}
     # The laptop is on Wi-Fi; the cabled den-pc measures their link.
     by_cable = link(A, B, hosts=("10.0.0.1", "10.0.0.2"))
-    by_laptop = link(B, C, kind="Wi-Fi", hosts=("10.0.0.2", "10.0.0.3"))
-    assert media([by_cable, by_laptop], [A, B])[0, 1] == "Wi-Fi"
-    other_family = link(A, B, hosts=("fd00::1", "fd00::2"))
-    assert media([other_family, by_laptop], [A, B])[0, 1] == "Wi-Fi"
-    # It has a cable too, and it is by cable that this pair talks.
-    more = [by_laptop, link(B, C, kind="Ethernet", hosts=("10.1.0.2", "10.1.0.3"))]
-    cabled = link(A, B, hosts=("10.1.0.1", "10.1.0.2"))
-    assert media([cabled, *more], [A, B])[0, 1] == ""
+    assert media(by_cable, (B, "10.0.0.2")) == {"Wi-Fi"}
+    local = link(A, B, hosts=("fe80::1%en0", "fe80::2%en0"))
+    assert media(local, (B, "fe80::2")) == {"Wi-Fi"}
+    # It has a cable too, and it is by cable that this pair talks; or another has that address.
+    assert media(by_cable, (B, "10.1.0.2")) == {""}
+    assert media(by_cable, (C, "10.0.0.2")) == {""}
 
 
 class Household:
@@ -127,7 +123,8 @@ class Household:
 
     def status(self) -> dict[str, Any]:
         self.num_asked += 1
-        return {"links": [one for after_s, one in self._after_s if self.now_s - 100.0 >= after_s]}
+        links = [one for after_s, one in self._after_s if self.now_s - 100.0 >= after_s]
+        return {"links": links, "members": [{"id": B, "wifi_hosts": ["10.0.0.2"]}]}
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
@@ -149,6 +146,14 @@ def test_measured_links_are_taken_at_once() -> None:
     assert (household.num_asked, household.now_s, household.notes) == (1, 100.0, [])
     assert household.links_of(C) == {}
     assert household.num_asked == 1
+
+
+def test_what_a_member_says_of_its_own_end_counts() -> None:
+    """studio says that it is on Wi-Fi; laptop and den-pc have a cable between them."""
+    household = Household((0.0, link(A, B)), (0.0, link(A, C, hosts=("10.0.0.1", "10.0.0.3"))))
+    found = household.links_of(A, B, C, timeout_s=1.0)
+    assert found[0, 1].medium == found[1, 0].medium == "Wi-Fi"
+    assert found[0, 2].medium == ""
 
 
 def test_a_link_that_is_not_measured_yet_is_waited_for() -> None:

@@ -59,6 +59,14 @@ def test_all_devices_arrive_as_they_were_sent() -> None:
     assert from_node_facts(sent).facts == FACTS
 
 
+def test_wifi_arrives_and_is_listed() -> None:
+    told = replace(introduction(), wifi_hosts=("192.168.1.20",))
+    arrived = from_node_facts(to_node_facts(told))
+    assert arrived.wifi_hosts == ("192.168.1.20",)
+    row = member_row(arrived, arrived.addresses, state="alive", age_s=1.0)
+    assert row["wifi_hosts"] == ["192.168.1.20"]
+
+
 Change = Callable[[pb.NodeFacts], object]
 CHANGES: dict[str, Change] = {
     "control characters in a name": lambda m: setattr(m.more_devices[1], "device", "cuda:\x1b[2J"),
@@ -74,6 +82,8 @@ CHANGES: dict[str, Change] = {
     "too many": lambda m: m.more_devices.extend(
         pb.ComputeDevice(device=f"cuda:{n}") for n in range(3, MAX_MORE_DEVICES + 2)
     ),
+    "a host that moves the cursor": lambda m: m.wifi_hosts.append("10.0.0.1\x1b[2J"),
+    "many hosts": lambda m: m.wifi_hosts.extend(["10.0.0.1"] * 33),
     "the first one's chip": lambda m: setattr(m, "chip", "a\x00"),
     "the first one's memory": lambda m: setattr(m, "usable_memory_bytes", 96 * GB + 1),
 }
