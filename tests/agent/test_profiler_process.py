@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,14 @@ time.sleep(600)
 """
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Other tests' agents may be children of this process too."""
+    before = {process.pid for process in psutil.Process().children()}
+    yield
+    assert [p for p in psutil.Process().children() if p.pid not in before] == []
+
+
 def request(**changed: Any) -> ProfileRequest:
     values: dict[str, Any] = {
         "config_json": json.dumps(tiny_config()),
@@ -84,7 +93,6 @@ def test_a_device_says_how_fast_it_is(tmp_path: Path, backend: str) -> None:
     assert 0 < times.layer_backward_s < 10
     assert times.ends is not None
     assert 0 <= times.ends.head_s < 10
-    assert psutil.Process().children() == []
 
 
 def test_a_device_made_slow_for_a_test_says_so(
@@ -135,7 +143,6 @@ def test_every_bad_end_is_one_sentence(
     with pytest.raises(ExoTrainError, match=message) as caught:
         run_profiler(request(device=device), timeout_s=30.0, log_path=log_path, module=child)
     assert type(caught.value) is kind
-    assert psutil.Process().children() == []
 
 
 def test_the_wait_has_an_end(tmp_path: Path, child: str) -> None:
@@ -148,7 +155,6 @@ def test_the_wait_has_an_end(tmp_path: Path, child: str) -> None:
             module=child,
         )
     assert time.monotonic() - started_s < 0.5 + 2.5 + 5
-    assert psutil.Process().children() == []
 
 
 def test_nobody_waiting_ends_it_at_once(tmp_path: Path, child: str) -> None:
@@ -162,7 +168,6 @@ def test_nobody_waiting_ends_it_at_once(tmp_path: Path, child: str) -> None:
             is_wanted=lambda: time.monotonic() < asked_s + 0.3,
         )
     assert 0.3 < time.monotonic() - asked_s < 0.3 + 2.5 + 5
-    assert psutil.Process().children() == []
 
 
 def test_the_process_ends_with_its_input_in_the_middle_of_its_work() -> None:

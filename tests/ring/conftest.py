@@ -68,7 +68,7 @@ def config(tiny_model: Path, chats: Path) -> TrainConfig:
         max_seq_length=96,
         learning_rate=1e-3,
         save_every=2,
-        profile_s=0,  # measured runs are in test_measured_runs.py
+        profile_s=0,  # measured runs are in test_runs_measured.py, after the others: caches fill
     )
 
 
