@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import queue
+import re
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -242,7 +243,8 @@ def test_a_run_is_told_by_all_with_what_it_waits_for_and_until_when(
         shown = command(studio.home, "status").out
         assert "run r1:" in shown
         assert f"  den (rank 0): {PHASE} (since " in shown
-        assert " s, for 59" in shown
+        # Of 600 s: how many are gone depends on how busy this machine is.
+        assert re.search(r"s,\s+for\s+(600|5\d\d)", shown), shown
     wait_until(
         lambda: all(here.agent.status()["run"] is None for here in three),
         10.0,
