@@ -26,22 +26,13 @@ from exo_train.errors import ExoTrainError, InterruptedRunError, PeerError, Peer
 from exo_train.peer import Address, NodeId, has_control_characters
 from exo_train.plan.block_times import MAX_ANSWER_CHARS, BlockTimes, ProfileRequest
 from exo_train.plan.fields import parse_json
-from exo_train.plan.profiles import DeviceProfile, LinkProfile, StageCosts
+from exo_train.plan.profiles import DeviceProfile, LinkProfile, Links, StageCosts
 from exo_train.train.messages import from_failure
 from exo_train.transport.channel import open_channel
 from exo_train.transport.reach import Reach, reach
 from exo_train.transport.tls import PeerTls
 from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb.control_pb2_grpc import ControlStub
-
-__all__ = [
-    "Key",
-    "ask_profiles",
-    "device_profile",
-    "links_between",
-    "links_of",
-    "request_for",
-]
 
 BUDGET_S = 3.0
 # A member measures for its budget and loads a framework before; several GPUs take turns.
@@ -60,7 +51,6 @@ MAX_PAIRS_NAMED = 4
 SAME_COMPUTER = LinkProfile(latency_s=0.0005, bytes_per_s=0.3e9)
 
 Answer = BlockTimes | ExoTrainError
-Links = dict[tuple[int, int], LinkProfile]
 
 
 def request_for(

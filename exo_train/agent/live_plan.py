@@ -35,7 +35,13 @@ from exo_train.plan.device_memory import Measured, Processor, counts_process, st
 from exo_train.plan.exact import ExactPlan
 from exo_train.plan.memory import ModelShape
 from exo_train.plan.prediction import Prediction, predict
-from exo_train.plan.profiles import DeviceProfile, Household, LinkProfile, Workload
+from exo_train.plan.profiles import (
+    DeviceProfile,
+    Household,
+    LinkProfile,
+    Workload,
+    links_among,
+)
 from exo_train.plan.suggestions import Attempt, refusal
 from exo_train.plan.workloads import run_workload
 from exo_train.train.step_shapes import StepShapes
@@ -136,16 +142,11 @@ class LiveProblem:
 
     def of(self, devices: Sequence[int]) -> LiveProblem:
         """Give the problem of these candidates only, renumbered in their order."""
-        place = {index: position for position, index in enumerate(devices)}
         return replace(
             self,
             candidates=tuple(self.candidates[index] for index in devices),
             times=tuple(self.times[index] for index in devices),
-            links={
-                (place[a], place[b]): link
-                for (a, b), link in self.links.items()
-                if a in place and b in place
-            },
+            links=links_among(self.links, devices),
         )
 
     def refusal(self, said: str) -> str:

@@ -65,8 +65,8 @@ class EpochData:
         num_steps = self.batches.steps_per_epoch
         steps = [self.batches.batch_for_step(step) for step in range(num_steps)]
         tokens = sum(step.num_tokens for step in steps)
-        padding = sum(
-            step.num_padded_tokens(
+        positions = sum(
+            step.num_positions(
                 microbatch_size=microbatch_size, max_seq_length=self.config.max_seq_length
             )
             for step in steps
@@ -75,7 +75,7 @@ class EpochData:
             num_rows=self.num_rows,
             num_steps=num_steps,
             tokens=tokens,
-            positions=tokens + padding,
+            positions=positions,
             notes=self.notes,
         )
 

@@ -195,13 +195,7 @@ def _canonical(household: Household) -> tuple[list[int], Household]:
         (index for index, device in enumerate(devices) if device.usable_bytes > 0),
         key=lambda index: _sort_key(devices[index]),
     )
-    place = {index: position for position, index in enumerate(order)}
-    links = {
-        (place[a], place[b]): link
-        for (a, b), link in household.links.items()
-        if a in place and b in place
-    }
-    return order, Household(devices=tuple(devices[index] for index in order), links=links)
+    return order, household.part(order)
 
 
 def _sort_key(device: DeviceProfile) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ backward (recompute included where activations are checkpointed).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -56,12 +57,28 @@ class LinkProfile:
     medium: str = ""
 
 
+Links = dict[tuple[int, int], LinkProfile]
+
+
+def links_among(links: Mapping[tuple[int, int], LinkProfile], devices: Sequence[int]) -> Links:
+    """Give the links between `devices`, renumbered in their order."""
+    place = {index: position for position, index in enumerate(devices)}
+    return {(place[a], place[b]): link for (a, b), link in links.items() if {a, b} <= place.keys()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Household:
     """Devices, and a link for every ordered pair of their indices."""
 
     devices: tuple[DeviceProfile, ...]
-    links: dict[tuple[int, int], LinkProfile] = field(default_factory=dict)
+    links: Links = field(default_factory=dict)
+
+    def part(self, devices: Sequence[int]) -> Household:
+        """Give the household of `devices` only, renumbered in their order."""
+        return Household(
+            devices=tuple(self.devices[index] for index in devices),
+            links=links_among(self.links, devices),
+        )
 
     def with_times(self, factor: float) -> Household:
         """Multiply what grows with a microbatch: not the overhead, nor the update of a step."""

@@ -130,22 +130,9 @@ def _runner_up(
     return min(others, key=_step_s, default=None)
 
 
-def _part(household: Household, devices: Sequence[int]) -> Household:
-    """Give the household of `devices` only, renumbered in their order."""
-    place = {index: position for position, index in enumerate(devices)}
-    return Household(
-        devices=tuple(household.devices[index] for index in devices),
-        links={
-            (place[a], place[b]): link
-            for (a, b), link in household.links.items()
-            if a in place and b in place
-        },
-    )
-
-
 def _alone(household: Household, workload: Workload, index: int) -> StrategyCandidate:
     try:
-        (plan,) = plans_by_size(_part(household, [index]), workload)
+        (plan,) = plans_by_size(household.part([index]), workload)
     except DoesNotFitError as error:
         return StrategyCandidate(
             strategy="one device", devices=(index,), step_s=None, available=True, note=str(error)
@@ -247,7 +234,7 @@ def _two_islands(
     first: tuple[int, ...],
     second: tuple[int, ...],
 ) -> StrategyCandidate | None:
-    islands = [_part(household, devices) for devices in (first, second)]
+    islands = [household.part(devices) for devices in (first, second)]
     try:
         guesses = [shortest(plans_by_size(island, workload)) for island in islands]
         shares = share_microbatches(workload.num_microbatches, [g.steady_s for g in guesses])

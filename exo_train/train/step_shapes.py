@@ -5,6 +5,7 @@ Must not know devices. Widths are in positions: tokens and padding, which is com
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,6 +52,7 @@ def steps_of(batches: BatchPlan, config: TrainConfig) -> StepShapes:
     alone = StepBatch(step=0, epoch=0, examples=(longest,), row_keys=(0,))
     longest_width = _positions(alone, 1, config)
 
+    @functools.cache  # asked again and again, and each time all these steps are cut
     def shape(microbatch_size: int) -> StepShape:
         positions = sum(_positions(step, microbatch_size, config) for step in steps)
         return StepShape(
@@ -63,6 +65,4 @@ def steps_of(batches: BatchPlan, config: TrainConfig) -> StepShapes:
 
 
 def _positions(step: StepBatch, microbatch_size: int, config: TrainConfig) -> int:
-    return step.num_tokens + step.num_padded_tokens(
-        microbatch_size=microbatch_size, max_seq_length=config.max_seq_length
-    )
+    return step.num_positions(microbatch_size=microbatch_size, max_seq_length=config.max_seq_length)
