@@ -18,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.random_models import SHAPES, random_spec
 from exo_train.agent.profiler_process import run_profiler
 from exo_train.backends.base import StageOptions
 from exo_train.config import LoraConfig
-from exo_train.models.spec import ModelSpec
 from exo_train.plan.block_times import BlockTimes, ProfileRequest
 from exo_train.plan.stages import StageSpec
 from exo_train.train.profiling import StageTimer, profile
@@ -29,12 +29,6 @@ from exo_train.train.stage_loading import CONFIG_DTYPES
 
 NUM_MICROBATCHES = 2
 TIMEOUT_S = 300.0
-# layers, hidden, intermediate, heads, key-value heads, vocabulary
-SHAPES = {
-    "smol135": (30, 576, 1536, 9, 3, 49152),  # SmolLM2-135M
-    "tiny256": (12, 256, 704, 4, 2, 8192),
-    "tiny384": (8, 384, 1024, 6, 3, 16384),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +97,7 @@ def _step_s(setting: Setting, times: BlockTimes) -> float:
 def _profile_here(setting: Setting, budget_s: float) -> BlockTimes:
     stage = _stage(setting)
     return profile(
-        _spec(setting),
+        random_spec(setting.shape),
         backend=setting.backend,
         device="cpu",
         compute_dtype=CONFIG_DTYPES["fp32"],
@@ -120,7 +114,7 @@ def _profile_here(setting: Setting, budget_s: float) -> BlockTimes:
 def _profile_elsewhere(setting: Setting, budget_s: float) -> BlockTimes:
     stage = _stage(setting)
     request = ProfileRequest(
-        config_json=_spec(setting).config_json,
+        config_json=random_spec(setting.shape).config_json,
         backend=setting.backend,
         device="cpu",
         compute_dtype="fp32",
@@ -139,7 +133,7 @@ def _profile_elsewhere(setting: Setting, budget_s: float) -> BlockTimes:
 def _measure(setting: Setting, steps: int, clock: Callable[[], float]) -> list[float]:
     """Give the seconds of each step of a real stage, after one that warms up."""
     timer = StageTimer(
-        _spec(setting),
+        random_spec(setting.shape),
         backend=setting.backend,
         device="cpu",
         lora=LoraConfig(),
@@ -166,25 +160,6 @@ def _stage(setting: Setting) -> StageSpec:
     start, end = setting.layers
     num_layers = SHAPES[setting.shape][0]
     return StageSpec(start=start, end=end, embedding=start == 0, head=end == num_layers)
-
-
-def _spec(setting: Setting) -> ModelSpec:
-    layers, hidden, intermediate, heads, kv_heads, vocabulary = SHAPES[setting.shape]
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e5,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-    }
-    return ModelSpec.from_config(config, place="the bench's model")
 
 
 def _line(setting: Setting) -> str:

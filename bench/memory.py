@@ -17,13 +17,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from bench.random_models import SHAPES, random_spec
+from exo_train.agent.planning import model_shape
 from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.memory import peak_process_bytes
 from exo_train.config import LoraConfig
-from exo_train.models.spec import ModelSpec
 from exo_train.plan.block_times import BlockTimes
 from exo_train.plan.device_memory import Measured, Processor, stage_costs
-from exo_train.plan.memory import ModelShape
+from exo_train.plan.memory_kinds import memory_by_kind
 from exo_train.plan.profiles import StageCosts
 from exo_train.plan.stages import StageSpec
 from exo_train.train.meter import open_meter
@@ -33,13 +34,6 @@ from exo_train.train.stage_loading import CONFIG_DTYPES
 NUM_STEPS = 2
 TIMEOUT_S = 600.0
 MB = 1e6
-# layers, hidden, intermediate, heads, key-value heads, vocabulary
-SHAPES = {
-    "smol135": (30, 576, 1536, 9, 3, 49152),  # SmolLM2-135M
-    "tiny256": (12, 256, 704, 4, 2, 8192),
-    "tiny384": (8, 384, 1024, 6, 3, 16384),
-    "wide768": (6, 768, 2048, 12, 4, 32768),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +98,10 @@ def main() -> None:
         if options.only in setting.line:
             times = BlockTimes.from_fields(_child("profile", index), place="the profile")
             measured = _child("run", index)
-            need = need_bytes(costs_of(setting, times), setting.stage, setting.in_flight)
+            kinds = memory_by_kind(
+                costs_of(setting, times), setting.stage, in_flight=setting.in_flight
+            )
+            need = kinds.total_bytes
             grown = measured["peak"] - measured["before"]
             growth = need - times.process_bytes
             growths.append(growth / grown - 1)
@@ -119,30 +116,11 @@ def main() -> None:
         print(f"worst: {worst:+.1%} of the growth, {total:+.1%} of the process")
 
 
-def need_bytes(costs: StageCosts, stage: StageSpec, in_flight: int) -> int:
-    """Add up as the planner does."""
-    parts = [costs.embedding] * stage.embedding + [costs.layer] * stage.num_layers
-    parts += [costs.head] * stage.head
-    held = [*parts, costs.per_stage]
-    total = sum(part.static_bytes + in_flight * part.per_microbatch_bytes for part in held)
-    total += max(part.workspace_bytes for part in parts) + costs.per_stage.workspace_bytes
-    return total - (costs.head.tied_bytes if stage.embedding and stage.head else 0)
-
-
-def costs_of(setting: Setting, times: BlockTimes | None) -> StageCosts:
-    spec = _spec(setting)
+def costs_of(setting: Setting, times: BlockTimes) -> StageCosts:
+    spec = random_spec(setting.shape)
     value_bytes = CONFIG_DTYPES[setting.dtype].num_bytes
     return stage_costs(
-        ModelShape(
-            num_layers=spec.num_layers,
-            hidden_size=spec.hidden_size,
-            intermediate_size=spec.intermediate_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            vocab_size=spec.vocab_size,
-            tied_embeddings=spec.tied_embeddings,
-        ),
+        model_shape(spec),
         processor=Processor(
             backend=setting.backend, device="cpu", process_bytes=times.process_bytes
         ),
@@ -169,7 +147,7 @@ def _child(what: str, index: int) -> dict[str, int]:
 def _profile(setting: Setting) -> dict[str, object]:
     looks = itertools.count()
     return profile(
-        _spec(setting),
+        random_spec(setting.shape),
         backend=setting.backend,
         device="cpu",
         compute_dtype=CONFIG_DTYPES[setting.dtype],
@@ -214,7 +192,7 @@ def _step(timer: StageTimer, loaded: Stage, setting: Setting) -> None:
 def _timer(setting: Setting) -> StageTimer:
     dtype = CONFIG_DTYPES[setting.dtype]
     return StageTimer(
-        _spec(setting),
+        random_spec(setting.shape),
         backend=setting.backend,
         device="cpu",
         lora=LoraConfig(rank=setting.rank),
@@ -227,25 +205,6 @@ def _timer(setting: Setting) -> StageTimer:
         microbatch_size=1,
         sequence=setting.sequence,
     )
-
-
-def _spec(setting: Setting) -> ModelSpec:
-    layers, hidden, intermediate, heads, kv_heads, vocabulary = SHAPES[setting.shape]
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e5,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-    }
-    return ModelSpec.from_config(config, place="the bench's model")
 
 
 if __name__ == "__main__":

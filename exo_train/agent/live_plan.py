@@ -31,7 +31,7 @@ from exo_train.errors import DoesNotFitError, ExoTrainError, InterruptedRunError
 from exo_train.models.spec import ModelSpec
 from exo_train.peer import NodeId
 from exo_train.plan.block_times import BlockTimes
-from exo_train.plan.device_memory import Measured, Processor, counts_process, stage_costs
+from exo_train.plan.device_memory import Measured, Processor, counts_process
 from exo_train.plan.exact import ExactPlan
 from exo_train.plan.memory import ModelShape
 from exo_train.plan.prediction import Prediction, predict
@@ -43,7 +43,7 @@ from exo_train.plan.profiles import (
     links_among,
 )
 from exo_train.plan.suggestions import Attempt, refusal
-from exo_train.plan.workloads import run_workload
+from exo_train.plan.workloads import run_stage_costs, run_workload
 from exo_train.train.step_shapes import StepShapes
 from exo_train.transport.tls import PeerTls
 
@@ -121,21 +121,17 @@ class LiveProblem:
         longest: int,
     ) -> DeviceProfile:
         """The longest row decides memory."""
-        value_bytes = DTYPE_BYTES[dtype]
         measured = None
         if times.memory is not None:
             measured = Measured(memory=times.memory, size=self.size, sequence=self.width)
-        costs = stage_costs(
+        costs = run_stage_costs(
             self.shape,
-            processor=_processor(candidate, times, dtype),
-            value_bytes=value_bytes,
-            weight_bytes_per_param=value_bytes,
-            wire_bytes=self.wire_bytes,
-            lora_rank=self.config.rank,
-            targets=self.config.targets,
+            self.config,
+            _processor(candidate, times, dtype),
             microbatch_size=microbatch_size,
             sequence=longest,
-            checkpoint_activations=self.config.checkpoint_activations,
+            value_bytes=DTYPE_BYTES[dtype],
+            wire_bytes=self.wire_bytes,
             measured=measured,
         )
         return device_profile(candidate, times, costs)

@@ -21,11 +21,11 @@ from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
 from exo_train.models.hub import resolve_config
 from exo_train.models.spec import ModelSpec
-from exo_train.plan.device_memory import Processor, stage_costs
+from exo_train.plan.device_memory import Processor
 from exo_train.plan.memory import ModelShape
 from exo_train.plan.profiles import Household, StageCosts, Workload
 from exo_train.plan.suggestions import Attempt, refusal
-from exo_train.plan.workloads import run_workload
+from exo_train.plan.workloads import run_stage_costs, run_workload
 
 SCHEMA = 1
 
@@ -62,17 +62,14 @@ class WhatIf:
         """Give a preset's memory by its backend; of a device given by times nothing is known."""
         if processor is None:
             return None
-        return stage_costs(
+        return run_stage_costs(
             self.shape,
-            processor=processor,
-            value_bytes=self.value_bytes,
-            weight_bytes_per_param=self.value_bytes,
-            wire_bytes=self.value_bytes,
-            lora_rank=self.config.rank,
-            targets=self.config.targets,
+            self.config,
+            processor,
             microbatch_size=microbatch_size,
             sequence=self.config.max_seq_length,
-            checkpoint_activations=self.config.checkpoint_activations,
+            value_bytes=self.value_bytes,
+            wire_bytes=self.value_bytes,
         )
 
     def refusal(self, said: str) -> str:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from exo_train.config import TrainConfig
-from exo_train.plan.device_memory import Processor, stage_costs
+from exo_train.plan.device_memory import Processor
 from exo_train.plan.memory import ModelShape
 from exo_train.plan.partition import gigabytes
 from exo_train.plan.profiles import StageCosts, Workload
 from exo_train.plan.shortfall import MAX_DEVICES, Shortfall, lacking
 from exo_train.plan.strategy import NOT_YET_AVAILABLE
-from exo_train.plan.workloads import run_workload
+from exo_train.plan.workloads import run_stage_costs, run_workload
 
 MIN_SEQ_LENGTH = 128
 MIN_RANK = 4
@@ -64,17 +64,15 @@ class Attempt:
 
     def _costs(self, shape: ModelShape, processor: Processor) -> StageCosts:
         value_bytes = min(self.value_bytes, processor.value_bytes or self.value_bytes)
-        return stage_costs(
+        return run_stage_costs(
             shape,
-            processor=processor,
-            value_bytes=value_bytes,
-            weight_bytes_per_param=min(self.weight_bytes_per_param, value_bytes),
-            wire_bytes=self.value_bytes,
-            lora_rank=self.config.rank,
-            targets=self.config.targets,
+            self.config,
+            processor,
             microbatch_size=self.microbatch_size,
             sequence=self.config.max_seq_length,
-            checkpoint_activations=self.config.checkpoint_activations,
+            value_bytes=value_bytes,
+            wire_bytes=self.value_bytes,
+            weight_bytes_per_param=min(self.weight_bytes_per_param, value_bytes),
         )
 
 

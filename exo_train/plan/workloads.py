@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 
 from exo_train.config import TrainConfig
+from exo_train.plan.device_memory import Measured, Processor, stage_costs
 from exo_train.plan.memory import ModelShape, boundary_cost, pseudo_layer_costs
-from exo_train.plan.profiles import Workload
+from exo_train.plan.profiles import StageCosts, Workload
 
 
 def run_workload(
@@ -49,4 +50,34 @@ def run_workload(
             ),
             static_bytes=process_bytes,
         ),
+    )
+
+
+def run_stage_costs(
+    shape: ModelShape,
+    config: TrainConfig,
+    processor: Processor,
+    *,
+    microbatch_size: int,
+    sequence: int,
+    value_bytes: int,
+    wire_bytes: int,
+    weight_bytes_per_param: float | None = None,
+    measured: Measured | None = None,
+) -> StageCosts:
+    """Give what a stage of the run takes on one processor, for rows of `sequence` positions."""
+    return stage_costs(
+        shape,
+        processor=processor,
+        value_bytes=value_bytes,
+        weight_bytes_per_param=(
+            value_bytes if weight_bytes_per_param is None else weight_bytes_per_param
+        ),
+        wire_bytes=wire_bytes,
+        lora_rank=config.rank,
+        targets=config.targets,
+        microbatch_size=microbatch_size,
+        sequence=sequence,
+        checkpoint_activations=config.checkpoint_activations,
+        measured=measured,
     )
