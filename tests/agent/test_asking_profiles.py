@@ -21,7 +21,7 @@ import pytest
 from exo_train.agent.live_household import ask_profiles, request_for
 from exo_train.agent.planning import Candidate
 from exo_train.backends.registry import available_backends
-from exo_train.config import LoraConfig, TrainConfig
+from exo_train.config import TrainConfig
 from exo_train.errors import (
     DoesNotFitError,
     ExoTrainError,
@@ -35,6 +35,7 @@ from exo_train.transport.channel import open_channel
 from exo_train.transport.tls import MemberTls, PeerTls
 from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb.control_pb2_grpc import ControlServicer, ControlStub
+from tests.agent import profile_requests
 from tests.agent.agents_here import LOOPBACK, ByHand, Here, wait_all_alive
 from tests.agent.conftest import Join
 from tests.agent.running_agents import RunningAgent, loopback_interface, wait_until
@@ -56,19 +57,7 @@ Replying = Callable[[pb.ProfileRequest], pb.ProfileReply]
 
 
 def request(**changed: Any) -> ProfileRequest:
-    values: dict[str, Any] = {
-        "config_json": json.dumps(tiny_config()),
-        "backend": BACKEND,
-        "device": "cpu",
-        "compute_dtype": "fp32",
-        "lora": LoraConfig(rank=2),
-        "microbatch_size": 1,
-        "sequence": 16,
-        "checkpoint_activations": False,
-        "with_ends": False,
-        "budget_s": 0.1,
-    }
-    return ProfileRequest(**{**values, **changed})
+    return profile_requests.request(**{"backend": BACKEND, **changed})
 
 
 def candidate_of(here: Here, *, name: str = "", port: int = 0) -> Candidate:

@@ -17,11 +17,10 @@ import psutil
 import pytest
 
 from exo_train.agent.profiler_process import NotWantedError, run_profiler
-from exo_train.config import LoraConfig
 from exo_train.errors import ConfigError, DoesNotFitError, ExoTrainError, ModelError, ProtocolError
 from exo_train.plan.block_times import BlockTimes, ProfileRequest
 from exo_train.wire.framing import frame
-from tests.tiny_models import tiny_config
+from tests.agent import profile_requests
 
 pytestmark = pytest.mark.processes
 posix_only = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
@@ -65,19 +64,7 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 def request(**changed: Any) -> ProfileRequest:
-    values: dict[str, Any] = {
-        "config_json": json.dumps(tiny_config()),
-        "backend": "torch",
-        "device": "cpu",
-        "compute_dtype": "fp32",
-        "lora": LoraConfig(rank=2),
-        "microbatch_size": 1,
-        "sequence": 16,
-        "checkpoint_activations": False,
-        "with_ends": True,
-        "budget_s": 0.1,
-    }
-    return ProfileRequest(**{**values, **changed})
+    return profile_requests.request(**{"with_ends": True, **changed})
 
 
 def ask(folder: Path, **changed: Any) -> BlockTimes:

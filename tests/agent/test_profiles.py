@@ -17,7 +17,6 @@ import pytest
 from exo_train.agent.profiler_process import NotWantedError
 from exo_train.agent.profiles import MAX_WAITING, Profiles, profiler_bytes
 from exo_train.cluster.profile_cache import ProfileCache
-from exo_train.config import LoraConfig
 from exo_train.errors import (
     ConfigError,
     DoesNotFitError,
@@ -27,26 +26,11 @@ from exo_train.errors import (
 )
 from exo_train.peer import ComputeDevice, DeviceFacts, NodeId
 from exo_train.plan.block_times import BlockTimes, ProfileRequest
+from tests.agent.profile_requests import request
 from tests.agent.running_agents import wait_until
 from tests.tiny_models import tiny_config
 
 SOON_S = 5.0
-
-
-def request(**changed: Any) -> ProfileRequest:
-    values: dict[str, Any] = {
-        "config_json": json.dumps(tiny_config()),
-        "backend": "torch",
-        "device": "cpu",
-        "compute_dtype": "fp32",
-        "lora": LoraConfig(rank=2),
-        "microbatch_size": 1,
-        "sequence": 16,
-        "checkpoint_activations": False,
-        "with_ends": False,
-        "budget_s": 0.1,
-    }
-    return ProfileRequest(**{**values, **changed})
 
 
 class FakeDevice:
