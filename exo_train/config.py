@@ -84,6 +84,10 @@ class TrainConfig:
     val_rows: int = 0  # rows held out of --data when there is no validation file
     eval_every: int = 0  # steps; 0: before and after only
     save_every: int = 20  # steps; 0: at the end only
+    save_minutes: float = 0.0  # at least so often; 0: by steps only
+    keep: int = 3  # newest checkpoints, beside the best one
+    shadow: str = "auto"  # copies on the neighbour: auto, off, or every so many steps
+    takeover: bool = True  # another member goes on when the coordinator is gone
     min_devices: int = 1
     device_wait_s: float = 30.0  # how long to wait for them
     devices: tuple[str, ...] = ()
@@ -178,7 +182,7 @@ def _number(value: Any, hint: Any, refuse: Callable[[str], ConfigError]) -> int 
 
 
 def _check(config: TrainConfig) -> None:
-    positive = ("batch_size", "max_seq_length", "rank", "epochs", "min_devices")
+    positive = ("batch_size", "max_seq_length", "rank", "epochs", "min_devices", "keep")
     for name in positive:
         if getattr(config, name) < 1:
             raise ConfigError(f"'{name}' must be at least 1, got {getattr(config, name)}")
@@ -191,6 +195,7 @@ def _check(config: TrainConfig) -> None:
         "val_rows",
         "eval_every",
         "save_every",
+        "save_minutes",
         "seed",
         "profile_s",
     )
@@ -224,6 +229,10 @@ def _check(config: TrainConfig) -> None:
             f"'min_devices' {config.min_devices} is more than the {len(config.devices)} that "
             f"'devices' names"
         )
+    if config.shadow not in ("auto", "off") and not _is_step_count(config.shadow):
+        raise ConfigError(
+            f"'shadow' must be auto, off or a number of steps of at least 1, got '{config.shadow}'"
+        )
     if config.profile_s > MAX_PROFILE_S:
         raise ConfigError(f"'profile_s' must be at most {MAX_PROFILE_S:g}, got {config.profile_s}")
     for target in config.targets:
@@ -232,3 +241,7 @@ def _check(config: TrainConfig) -> None:
                 f"'targets': no projection is called '{target}'{_nearest(target, ALL_TARGETS)}; "
                 f"known: {', '.join(ALL_TARGETS)}"
             )
+
+
+def _is_step_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and int(text) >= 1

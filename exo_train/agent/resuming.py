@@ -19,8 +19,8 @@ from exo_train.train.rundir import PLAN_FILE, SUMMARY_FILE, RunDir
 
 # What may differ when a run is resumed: where it runs, not what it computes.
 RESUME_MAY_CHANGE = (
-    "devices", "min_devices", "device_wait_s", "layers", "profile_s", "save_every",
-    "step_timeout_s",
+    "devices", "min_devices", "device_wait_s", "layers", "profile_s", "save_every", "save_minutes",
+    "keep", "shadow", "takeover", "step_timeout_s",
 )  # fmt: skip
 # Paths: their contents are compared instead.
 NOT_COMPARED = (*RESUME_MAY_CHANGE, "model", "data", "run_dir")

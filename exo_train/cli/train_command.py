@@ -104,6 +104,19 @@ def train_command(
     save_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints; 0: at the end (20).")
     ] = None,
+    save_minutes: Annotated[
+        float | None, typer.Option(help="Minutes between checkpoints at most; 0: by steps (0).")
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(help="Newest checkpoints to keep, beside the best one (3).")
+    ] = None,
+    shadow: Annotated[
+        str | None,
+        typer.Option(help="State copied to a neighbour: auto, off, or every so many steps (auto)."),
+    ] = None,
+    takeover: Annotated[
+        bool | None, typer.Option(help="Another member goes on when this device is gone.")
+    ] = None,
     min_devices: Annotated[
         int | None, typer.Option(help="Wait for so many, else exit 3; all take part (1).")
     ] = None,

@@ -23,6 +23,7 @@ class StateKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OPTIMIZER: _ClassVar[StateKind]
     GRADIENTS: _ClassVar[StateKind]
     BOUNDARIES: _ClassVar[StateKind]
+    HELD: _ClassVar[StateKind]
 DIAL_OUTCOME_UNSPECIFIED: DialOutcome
 CONNECTED: DialOutcome
 REFUSED: DialOutcome
@@ -33,6 +34,7 @@ ADAPTER: StateKind
 OPTIMIZER: StateKind
 GRADIENTS: StateKind
 BOUNDARIES: StateKind
+HELD: StateKind
 
 class NodeFacts(_message.Message):
     __slots__ = ("node_id", "name", "backend", "device", "chip", "memory_bytes", "usable_memory_bytes", "dtypes", "version", "incarnation", "endpoints", "free_memory_bytes", "instance", "run", "unreachable", "links", "more_devices", "wifi_hosts")
@@ -295,7 +297,7 @@ class ExamineReply(_message.Message):
     def __init__(self, json: _Optional[str] = ...) -> None: ...
 
 class RunMessage(_message.Message):
-    __slots__ = ("run_id", "generation", "rank", "prepare", "prepared", "load", "loaded", "step_input", "step_report", "commit", "committed", "state_request", "state_array", "state_stored", "finish", "failure", "progress")
+    __slots__ = ("run_id", "generation", "rank", "prepare", "prepared", "load", "loaded", "step_input", "step_report", "commit", "committed", "state_request", "state_array", "state_stored", "finish", "failure", "progress", "rewind", "rewound", "mark", "shadowed")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +315,10 @@ class RunMessage(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    REWIND_FIELD_NUMBER: _ClassVar[int]
+    REWOUND_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
+    SHADOWED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     generation: int
     rank: int
@@ -330,7 +336,59 @@ class RunMessage(_message.Message):
     finish: Finish
     failure: Failure
     progress: Progress
-    def __init__(self, run_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., step_input: _Optional[_Union[StepInput, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_array: _Optional[_Union[StateArray, _Mapping]] = ..., state_stored: _Optional[_Union[StateStored, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+    rewind: Rewind
+    rewound: Rewound
+    mark: Mark
+    shadowed: Shadowed
+    def __init__(self, run_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., step_input: _Optional[_Union[StepInput, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_array: _Optional[_Union[StateArray, _Mapping]] = ..., state_stored: _Optional[_Union[StateStored, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., rewind: _Optional[_Union[Rewind, _Mapping]] = ..., rewound: _Optional[_Union[Rewound, _Mapping]] = ..., mark: _Optional[_Union[Mark, _Mapping]] = ..., shadowed: _Optional[_Union[Shadowed, _Mapping]] = ...) -> None: ...
+
+class StepId(_message.Message):
+    __slots__ = ("generation", "step")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    step: int
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class Rewind(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Rewound(_message.Message):
+    __slots__ = ("holdings",)
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    holdings: _containers.RepeatedCompositeFieldContainer[Holding]
+    def __init__(self, holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
+
+class Holding(_message.Message):
+    __slots__ = ("at", "start", "end")
+    AT_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    at: StepId
+    start: int
+    end: int
+    def __init__(self, at: _Optional[_Union[StepId, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class Mark(_message.Message):
+    __slots__ = ("at", "safe", "copy")
+    AT_FIELD_NUMBER: _ClassVar[int]
+    SAFE_FIELD_NUMBER: _ClassVar[int]
+    COPY_FIELD_NUMBER: _ClassVar[int]
+    at: StepId
+    safe: StepId
+    copy: bool
+    def __init__(self, at: _Optional[_Union[StepId, _Mapping]] = ..., safe: _Optional[_Union[StepId, _Mapping]] = ..., copy: bool = ...) -> None: ...
+
+class Shadowed(_message.Message):
+    __slots__ = ("at", "copy_s", "num_bytes")
+    AT_FIELD_NUMBER: _ClassVar[int]
+    COPY_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    at: StepId
+    copy_s: float
+    num_bytes: int
+    def __init__(self, at: _Optional[_Union[StepId, _Mapping]] = ..., copy_s: _Optional[float] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class Prepare(_message.Message):
     __slots__ = ("backend", "device", "node_id", "cluster")
@@ -351,7 +409,7 @@ class Prepared(_message.Message):
     def __init__(self, data_endpoints: _Optional[_Iterable[_Union[_pairing_pb2.Endpoint, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("plan_json", "manifest_json", "weights_endpoints", "token", "step_timeout_s", "coordinator_name", "committed_step", "coordinator_id", "capture_boundaries")
+    __slots__ = ("plan_json", "manifest_json", "weights_endpoints", "token", "step_timeout_s", "coordinator_name", "committed_step", "coordinator_id", "committed_generation", "capture_boundaries")
     PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_JSON_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
@@ -360,6 +418,7 @@ class Load(_message.Message):
     COORDINATOR_NAME_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_GENERATION_FIELD_NUMBER: _ClassVar[int]
     CAPTURE_BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
     plan_json: str
     manifest_json: str
@@ -369,8 +428,9 @@ class Load(_message.Message):
     coordinator_name: str
     committed_step: int
     coordinator_id: str
+    committed_generation: int
     capture_boundaries: bool
-    def __init__(self, plan_json: _Optional[str] = ..., manifest_json: _Optional[str] = ..., weights_endpoints: _Optional[_Iterable[_Union[_pairing_pb2.Endpoint, _Mapping]]] = ..., token: _Optional[str] = ..., step_timeout_s: _Optional[float] = ..., coordinator_name: _Optional[str] = ..., committed_step: _Optional[int] = ..., coordinator_id: _Optional[str] = ..., capture_boundaries: bool = ...) -> None: ...
+    def __init__(self, plan_json: _Optional[str] = ..., manifest_json: _Optional[str] = ..., weights_endpoints: _Optional[_Iterable[_Union[_pairing_pb2.Endpoint, _Mapping]]] = ..., token: _Optional[str] = ..., step_timeout_s: _Optional[float] = ..., coordinator_name: _Optional[str] = ..., committed_step: _Optional[int] = ..., coordinator_id: _Optional[str] = ..., committed_generation: _Optional[int] = ..., capture_boundaries: bool = ...) -> None: ...
 
 class Loaded(_message.Message):
     __slots__ = ("plan_hash", "num_trainable", "fetched_bytes", "cached_bytes")
@@ -415,7 +475,7 @@ class MicrobatchData(_message.Message):
     def __init__(self, num_sequences: _Optional[int] = ..., num_positions: _Optional[int] = ..., tokens: _Optional[bytes] = ..., targets: _Optional[bytes] = ..., mask: _Optional[bytes] = ..., row_keys: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("step", "evaluation", "loss_sum", "grad_square_sum", "busy_s", "step_s", "sent_bytes", "peak_memory_bytes", "period_s")
+    __slots__ = ("step", "evaluation", "loss_sum", "grad_square_sum", "busy_s", "step_s", "sent_bytes", "peak_memory_bytes", "period_s", "trouble")
     STEP_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     LOSS_SUM_FIELD_NUMBER: _ClassVar[int]
@@ -425,6 +485,7 @@ class StepReport(_message.Message):
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     PERIOD_S_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
     step: int
     evaluation: bool
     loss_sum: float
@@ -434,7 +495,8 @@ class StepReport(_message.Message):
     sent_bytes: int
     peak_memory_bytes: int
     period_s: float
-    def __init__(self, step: _Optional[int] = ..., evaluation: bool = ..., loss_sum: _Optional[float] = ..., grad_square_sum: _Optional[float] = ..., busy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., period_s: _Optional[float] = ...) -> None: ...
+    trouble: str
+    def __init__(self, step: _Optional[int] = ..., evaluation: bool = ..., loss_sum: _Optional[float] = ..., grad_square_sum: _Optional[float] = ..., busy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., period_s: _Optional[float] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("step", "apply", "learning_rate", "grad_scale")
@@ -455,10 +517,12 @@ class Committed(_message.Message):
     def __init__(self, step: _Optional[int] = ...) -> None: ...
 
 class StateRequest(_message.Message):
-    __slots__ = ("kind",)
+    __slots__ = ("kind", "at")
     KIND_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
     kind: StateKind
-    def __init__(self, kind: _Optional[_Union[StateKind, str]] = ...) -> None: ...
+    at: StepId
+    def __init__(self, kind: _Optional[_Union[StateKind, str]] = ..., at: _Optional[_Union[StepId, _Mapping]] = ...) -> None: ...
 
 class StateArray(_message.Message):
     __slots__ = ("kind", "name", "dtype", "shape", "data", "last")
@@ -495,11 +559,49 @@ class Failure(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("phase", "phase_age_s", "phase_limit_s")
+    __slots__ = ("phase", "phase_age_s", "phase_limit_s", "silent_s")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     PHASE_AGE_S_FIELD_NUMBER: _ClassVar[int]
     PHASE_LIMIT_S_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
     phase: str
     phase_age_s: float
     phase_limit_s: float
-    def __init__(self, phase: _Optional[str] = ..., phase_age_s: _Optional[float] = ..., phase_limit_s: _Optional[float] = ...) -> None: ...
+    silent_s: float
+    def __init__(self, phase: _Optional[str] = ..., phase_age_s: _Optional[float] = ..., phase_limit_s: _Optional[float] = ..., silent_s: _Optional[float] = ...) -> None: ...
+
+class ReplicaPiece(_message.Message):
+    __slots__ = ("head", "data")
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    head: ReplicaHead
+    data: bytes
+    def __init__(self, head: _Optional[_Union[ReplicaHead, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ReplicaHead(_message.Message):
+    __slots__ = ("run_id", "step", "files", "keep_steps")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    KEEP_STEPS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    step: int
+    files: _containers.RepeatedCompositeFieldContainer[ReplicaFile]
+    keep_steps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., files: _Optional[_Iterable[_Union[ReplicaFile, _Mapping]]] = ..., keep_steps: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReplicaFile(_message.Message):
+    __slots__ = ("name", "size_bytes", "sha256")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size_bytes: int
+    sha256: str
+    def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
+
+class ReplicaKept(_message.Message):
+    __slots__ = ("failure",)
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...

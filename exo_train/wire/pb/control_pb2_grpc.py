@@ -65,6 +65,11 @@ class ControlStub(object):
                 request_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.RunMessage.SerializeToString,
                 response_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.RunMessage.FromString,
                 _registered_method=True)
+        self.KeepReplica = channel.stream_unary(
+                '/exo_train.wire.Control/KeepReplica',
+                request_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.ReplicaPiece.SerializeToString,
+                response_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.ReplicaKept.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -113,6 +118,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepReplica(self, request_iterator, context):
+        """Takes a copy of files of a run, so that another device than the coordinator has them too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +157,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.RunMessage.FromString,
                     response_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.RunMessage.SerializeToString,
+            ),
+            'KeepReplica': grpc.stream_unary_rpc_method_handler(
+                    servicer.KeepReplica,
+                    request_deserializer=exo__train_dot_wire_dot_pb_dot_control__pb2.ReplicaPiece.FromString,
+                    response_serializer=exo__train_dot_wire_dot_pb_dot_control__pb2.ReplicaKept.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -309,6 +326,33 @@ class Control(object):
             '/exo_train.wire.Control/Run',
             exo__train_dot_wire_dot_pb_dot_control__pb2.RunMessage.SerializeToString,
             exo__train_dot_wire_dot_pb_dot_control__pb2.RunMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepReplica(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/exo_train.wire.Control/KeepReplica',
+            exo__train_dot_wire_dot_pb_dot_control__pb2.ReplicaPiece.SerializeToString,
+            exo__train_dot_wire_dot_pb_dot_control__pb2.ReplicaKept.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,69 @@
+"""Trainable state that a worker keeps in memory: its own at the last marks, and its neighbour's.
+
+Owns which points of the history are kept. Must not know devices, messages or frameworks. A
+snapshot's arrays are a stage's adapter and optimizer state in one dictionary, by global name; both
+have `step`, the number of updates, only once.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from exo_train.backends.base import Arrays
+from exo_train.plan.history import Holding, StepId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapshot:
+    """The state of layers [start, end) at one point; nobody changes its arrays."""
+
+    at: StepId
+    start: int
+    end: int
+    arrays: Arrays
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+class SnapshotStore:
+    """Thread-safe: the computing thread marks, the server's threads bring neighbours' copies."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[StepId, int, int], Snapshot] = {}
+
+    def put(self, snapshot: Snapshot) -> None:
+        """Keep it, in place of one of the same layers at the same point."""
+        with self._lock:
+            self._kept[snapshot.at, snapshot.start, snapshot.end] = snapshot
+
+    def holdings(self) -> list[Holding]:
+        with self._lock:
+            return [Holding(at=s.at, start=s.start, end=s.end) for s in self._kept.values()]
+
+    def arrays(self, at: StepId) -> Arrays:
+        """Give all that is held of one point; empty: nothing is."""
+        merged: Arrays = {}
+        with self._lock:
+            for snapshot in self._kept.values():
+                if snapshot.at == at:
+                    merged.update(snapshot.arrays)
+        return merged
+
+    def forget_before(self, safe: StepId) -> None:
+        """Drop what is older: all layers' states of `safe` are kept twice."""
+        with self._lock:
+            self._kept = {key: s for key, s in self._kept.items() if s.at >= safe}
+
+    def forget_after(self, at: StepId) -> None:
+        """Drop what came after the point that the run went back to: it is another history."""
+        with self._lock:
+            self._kept = {key: s for key, s in self._kept.items() if s.at <= at}
+
+    @property
+    def num_bytes(self) -> int:
+        with self._lock:
+            return sum(snapshot.num_bytes for snapshot in self._kept.values())
