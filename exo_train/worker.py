@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,11 +26,15 @@ from exo_train.cluster.interfaces import all_dialable
 from exo_train.errors import DoesNotFitError, ExoTrainError, PeerLostError
 from exo_train.models.manifest import ModelManifest
 from exo_train.models.open import open_model
-from exo_train.models.tensors import TensorSource
+from exo_train.models.spec import ModelSpec
+from exo_train.models.tensors import TensorInfo, TensorSource
 from exo_train.peer import Address, NodeId
+from exo_train.plan.history import shadow_holder
 from exo_train.plan.plan import Plan, RankPlan
 from exo_train.train import faults
-from exo_train.train.messages import from_failure, to_failure
+from exo_train.train.messages import to_failure
+from exo_train.train.meter import open_meter
+from exo_train.train.snapshots import Snapshot, SnapshotStore
 from exo_train.train.stage_loading import (
     LINK_TIMEOUT_S,
     link_identity,
@@ -38,14 +42,19 @@ from exo_train.train.stage_loading import (
     load_planned_stage,
 )
 from exo_train.train.stage_runner import StageRunner
+from exo_train.train.state_copies import copy_identity, shadow_sources, to_copy_messages
+from exo_train.train.surroundings import interrupt_early
 from exo_train.transport.base import Link
 from exo_train.transport.data_server import DataServer
 from exo_train.transport.dial import dial
+from exo_train.transport.shadow import send_shadow
+from exo_train.transport.stopping import EVERY_GENERATION, Generations, Stopper
 from exo_train.transport.tls import MemberTls
 from exo_train.transport.weight_cache import WeightCache
 from exo_train.transport.weights import RemoteSource
 from exo_train.wire.framing import frame, read_message
 from exo_train.wire.pb import control_pb2 as pb
+from exo_train.wire.tensor import Bytes
 
 PROGRESS_S = 1.0
 LAST_WORDS_S = 1.0
@@ -75,15 +84,24 @@ class GrpcSurroundings:
         self._server: DataServer | None = None
         self._links: list[Link] = []
         self._source: RemoteSource | None = None
-        self._lock = threading.Lock()
-        self._aborted: ExoTrainError | None = None
+        self._store = SnapshotStore()
+        self._generations = Generations()
+        self._stopper = Stopper()  # of the generation that is loaded
 
-    def open_data(self) -> tuple[Address, ...]:
+    def open_data(self, store: SnapshotStore) -> tuple[Address, ...]:
+        self._store = store
         self._server = DataServer(self._listen_hosts, credentials=self._tls.server())
         return tuple(Address(host, self._server.port) for host in self._hosts)
 
+    def hold_shadows(self, plan: Plan, rank: int, spec: ModelSpec, token: str) -> None:
+        assert self._server is not None
+        self._server.shadows.expect(shadow_sources(plan, rank, spec, token, self._store))
+
     def connect(self, plan: Plan, rank: int, token: str) -> tuple[Link | None, Link | None]:
         assert self._server is not None
+        self._links = []
+        self._stopper = self._generations.stopper(plan.generation)
+        self._stopper.check()
         limits = link_limits(plan)
         above: Link | None = None
         below: Link | None = None
@@ -97,6 +115,7 @@ class GrpcSurroundings:
                 limits=limits,
                 credentials=tls.credentials,
                 tls_name=tls.name,
+                stopper=self._stopper,
             )
             self._keep(above)
         if rank > 0:
@@ -114,9 +133,10 @@ class GrpcSurroundings:
         peer: str,
         peer_id: NodeId,
     ) -> TensorSource:
+        self._stopper.check()
         if self._model is not None:
             _, own = open_model(self._model)
-            return own
+            return StoppableSource(own, self._stopper)
         tls = self._tls.to(peer_id)
         self._source = RemoteSource(
             all_dialable(addresses),
@@ -127,6 +147,7 @@ class GrpcSurroundings:
             cache=WeightCache(self._cache / "tensors"),
             credentials=tls.credentials,
             tls_name=tls.name,
+            stopper=self._stopper,
         )
         self._source.prefetch(list(manifest.infos))
         return self._source
@@ -135,36 +156,64 @@ class GrpcSurroundings:
         self, plan: Plan, rank: int, manifest: ModelManifest, source: TensorSource
     ) -> Stage:
         mine = plan.ranks[rank]
+        self._stopper.check()
+        open_meter(mine.backend, mine.device).release()  # what an earlier stage has left
         if not self._trust_memory:
             check_room(mine, self._free_bytes(mine.device))
+        faults.point("loading", rank=rank)
         stage = load_planned_stage(plan, rank, manifest, source)
-        return faults.with_fault(stage, os.environ.get(faults.VARIABLE, ""))
+        return faults.with_fault(stage, os.environ.get(faults.VARIABLE, ""), rank=rank)
 
     def fetched_bytes(self) -> tuple[int, int]:
         if self._source is None:
             return 0, 0
         return self._source.fetched_bytes, self._source.cached_bytes
 
-    def abort(self, error: ExoTrainError) -> None:
-        """Wake whoever waits on a link, with the reason; safe from any thread."""
-        with self._lock:
-            self._aborted = error
-            links = list(self._links)
-        for link in links:
-            link.fail(error)
+    def send_shadow(self, plan: Plan, rank: int, snapshot: Snapshot, token: str) -> None:
+        holder = shadow_holder(plan, rank)
+        assert holder is not None
+        tls = self._tls.to(plan.ranks[holder].node_id)
+        send_shadow(
+            all_dialable(plan.ranks[holder].addresses),
+            copy_identity(plan, rank, holder, token),
+            lambda: to_copy_messages(snapshot),
+            num_bytes=snapshot.num_bytes,
+            stopper=self._generations.stopper(plan.generation),
+            credentials=tls.credentials,
+            tls_name=tls.name,
+        )
+
+    def interrupt(self, reason: ExoTrainError, *, before: int) -> None:
+        self._generations.end_before(before, reason)
+        if self._server is not None:
+            self._server.end_before(before, reason)
 
     def close(self) -> None:
         for link in self._links:
             link.close()
+        self._generations.end_before(EVERY_GENERATION, PeerLostError("the run was ended"))
         if self._server is not None:
             self._server.close()
 
     def _keep(self, link: Link) -> None:
-        with self._lock:
-            self._links.append(link)
-            aborted = self._aborted
-        if aborted is not None:
-            link.fail(aborted)
+        self._links.append(link)
+        self._stopper.on_stop(link.fail)
+
+
+class StoppableSource:
+    """Tensors from this device's own disk; none is read for a generation that is over."""
+
+    def __init__(self, source: TensorSource, stopper: Stopper) -> None:
+        self._source = source
+        self._stopper = stopper
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        return self._source.infos
+
+    def read(self, name: str) -> Bytes:
+        self._stopper.check()
+        return self._source.read(name)
 
 
 def check_room(rank: RankPlan, free_bytes: int | None) -> None:
@@ -216,15 +265,14 @@ class Worker:
     def _read(self) -> None:
         while (raw := read_message(self._pipe_in)) is not None:
             message = pb.RunMessage.FromString(raw)
-            if not self._identity.run_id:
+            if message.WhichOneof("body") in ("prepare", "rewind", "load"):
                 self._identity.run_id = message.run_id
                 self._identity.generation = message.generation
                 self._identity.rank = message.rank
-            if message.WhichOneof("body") == "failure":
-                self._surroundings.abort(from_failure(message.failure, where="the run"))
+            interrupt_early(self._surroundings, message)
             self._inbox.put(message)
         # The agent is gone, or has closed the pipe to end us; whoever waits is told first.
-        self._surroundings.abort(PeerLostError("the run was ended"))
+        self._surroundings.interrupt(PeerLostError("the run was ended"), before=EVERY_GENERATION)
         time.sleep(LAST_WORDS_S)
         os._exit(0)
 

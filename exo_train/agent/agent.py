@@ -26,6 +26,7 @@ from exo_train.agent.noticing import going_on
 from exo_train.agent.own_device import LOOPBACK, JoinOptions, OwnDevice
 from exo_train.agent.profiles import Profiles
 from exo_train.agent.protocol import PROTOCOL_VERSION, Introduction, greeting
+from exo_train.agent.replicas import Replicas
 from exo_train.agent.run_session import WorkerSettings
 from exo_train.agent.services import ControlService, HandshakeService
 from exo_train.agent.status import describe
@@ -132,7 +133,12 @@ class Agent:
             run_id=self._run_id,
         )
         self._control = ControlService(
-            self.meeting, self.admissions, self.gate, self._worker_settings, profiles
+            self.meeting,
+            self.admissions,
+            self.gate,
+            self._worker_settings,
+            profiles,
+            Replicas(self.home.replicas, device=self.device.name),
         )
         hosts, port = self.device.listen_hosts, self._options.port
         self.device.port, bound = self._serve_control(stack, self._control, hosts, port)

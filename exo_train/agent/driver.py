@@ -7,52 +7,42 @@ where `train` was typed, the run's coordinator.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from exo_train.agent.live_plan import Asking
-from exo_train.agent.local_client import own_agent
+from exo_train.agent.finishing import Finish
+from exo_train.agent.household_now import HouseholdNow
 from exo_train.agent.members import wait_candidates
-from exo_train.agent.opening import (
-    Narrator,
-    OpenedModel,
-    best_host_of,
-    open_for_run,
-    open_ring,
-    own_tls,
-)
+from exo_train.agent.opening import Narrator, OpenedModel, open_for_run
+from exo_train.agent.recovery import Recovery
+from exo_train.agent.replicating import Replicator
 from exo_train.agent.resuming import (
     NOT_COMPARED,
     check_same,
     check_unfinished,
+    kept_data,
     newest,
     plan_before,
 )
 from exo_train.agent.run_data import encode_data, fingerprint
-from exo_train.agent.run_plan import Run, RunPlan, choose_plan
+from exo_train.agent.run_plan import Run, choose_plan
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
-from exo_train.errors import ExoTrainError, InterruptedRunError, NumericsError
-from exo_train.export.adapters import AdapterPaths, write_adapters
-from exo_train.models.tokenizer import load_tokenizer
-from exo_train.peer import NodeId
+from exo_train.errors import ExoTrainError
+from exo_train.plan.history import StepId
 from exo_train.plan.plan import Plan
 from exo_train.shell import command_line
-from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
-from exo_train.train.loop import Data, Progress, Trainer, Watcher
+from exo_train.train.checkpoint import Checkpoint, expected_checkpoint_bytes
+from exo_train.train.disk_pause import DiskPause
+from exo_train.train.kept_rows import write_rows
+from exo_train.train.loop import Data, Trainer, Watcher
 from exo_train.train.ring import Ring
 from exo_train.train.rows import read_data
-from exo_train.train.rundir import (
-    DeviceSummary,
-    RunDir,
-    Summary,
-    check_free,
-    relative_to_run,
-)
+from exo_train.train.rundir import RunDir, Summary, check_free
+from exo_train.train.saving import Saver, SaveTimer, check_space
 from exo_train.train.step_shapes import steps_of
 
 
@@ -82,7 +72,7 @@ def train(
             # Locked before anything is read: what is resumed must not change meanwhile.
             stack.enter_context(RunDir.open(resume).in_use())
             check_unfinished(resume)
-            checkpoint = newest(resume, on_note=narrator.on_note)
+            checkpoint = newest(resume, on_note=narrator.on_note, options=config)
         return _train(
             home, config, stack, checkpoint, watcher, narrator, resume=resume, replan=replan
         )
@@ -99,55 +89,106 @@ def _train(
     resume: Path | None,
     replan: bool,
 ) -> Outcome:
-    model, data = _read(home, config, narrator)
+    model, data = _read(home, config, narrator, resume)
     state = _identity(model, data, config)
     if checkpoint is not None:
         check_same(checkpoint, state)
     run_dir = _run_dir(home, config, resume)
-    client = stack.enter_context(own_agent(home))
-    candidates, status = wait_candidates(
-        client, config, on_note=narrator.on_note, wants_stop=watcher.wants_stop
+    household = stack.enter_context(
+        HouseholdNow(home, config, model, narrator, wants_stop=watcher.wants_stop)
     )
-    tls = own_tls(home)
+    candidates, status = wait_candidates(
+        household, config, on_note=narrator.on_note, wants_stop=watcher.wants_stop
+    )
     run = Run(
         config=config,
         manifest=model.manifest,
         steps=steps_of(data.batches, config),
         cluster=status["cluster"],
-        coordinator=NodeId(status["self"]),
+        coordinator=household.own_id,
         again=command_line("exo-train", "train", "--resume", run_dir),
     )
-    asking = Asking(
-        status=client.status,
-        tls_to=tls.to,
-        on_note=narrator.on_note,
-        wants_stop=watcher.wants_stop,
-        best_host=functools.partial(best_host_of, status["links"], NodeId(status["self"])),
-        fresh=replan,
+    before = plan_before(resume, on_note=narrator.on_note) if resume else None
+    chosen = choose_plan(
+        run, candidates, household.asking(fresh=replan), before=None if replan else before
     )
-    before = None if replan or resume is None else plan_before(resume, on_note=narrator.on_note)
-    chosen = choose_plan(run, candidates, asking, before=before)
+    if before is not None:
+        chosen = chosen.following(before)
     directory = RunDir.create(run_dir, allow_existing=resume is not None)
     if resume is None:
         stack.enter_context(directory.in_use())
+        write_rows(directory.path, train=data.batches.examples, held_out=data.held_out)
     # From here on the run can be taken up again with --resume, even from step 0.
     directory.write_config(_absolute(config, model.path, run_dir))
     with _resumable(run.again):
-        ring = stack.enter_context(
-            open_ring(
-                client,
-                tls,
-                chosen.plan,
-                model,
-                status,
-                narrator,
-                step_timeout_s=config.step_timeout_s,
-                committed_step=checkpoint.step if checkpoint else 0,
-                wants_stop=watcher.wants_stop,
-            )
+        ring = stack.enter_context(household.ring_of(chosen.plan))
+        at = StepId(generation=0, step=checkpoint.step if checkpoint else 0)
+        num_trainable = household.bring_up(ring, at=at)
+        check_space(
+            directory.path,
+            checkpoint_bytes=_checkpoint_bytes(ring.plan, num_trainable),
+            num_checkpoints=config.keep + 2,
         )
     directory.write_plan(ring.plan.to_json())
-    return _train_on(ring, config, data, directory, model, watcher, state, checkpoint, chosen)
+    recovery = Recovery(
+        ring, run, chosen, household, on_note=narrator.on_note, wants_stop=watcher.wants_stop
+    )
+    stack.callback(recovery.watch_standbys().close)
+    return _train_on(
+        ring, config, data, directory, model, watcher, household, recovery, checkpoint, state
+    )
+
+
+def _train_on(
+    ring: Ring,
+    config: TrainConfig,
+    data: Data,
+    directory: RunDir,
+    model: OpenedModel,
+    watcher: Watcher,
+    household: HouseholdNow,
+    recovery: Recovery,
+    checkpoint: Checkpoint | None,
+    state: dict[str, Any],
+) -> Outcome:
+    replicator = Replicator(
+        ring.plan.run_id,
+        directory.path,
+        holders=household.holders,
+        on_note=watcher.on_note,
+        takes_over=checkpoint is not None,
+    )
+    pause = DiskPause(device=household.own_name, say=watcher.on_note, wants_stop=watcher.wants_stop)
+    trainer = Trainer(
+        ring,
+        config,
+        data,
+        directory,
+        num_steps=config.steps or config.epochs * data.batches.steps_per_epoch,
+        identity=state,
+        watcher=watcher,
+        saver=Saver(
+            directory.path,
+            keep=config.keep,
+            pause=pause,
+            replicate=replicator.replicate,
+            resumed=checkpoint,
+        ),
+        timer=SaveTimer(every_steps=config.save_every, every_minutes=config.save_minutes),
+        pause=pause,
+        regrouping=recovery,
+        prediction=recovery.chosen.prediction,
+        advise=recovery.chosen.advise,
+    )
+    finish = Finish(directory, ring, model, trainer.progress)
+    with finish.told_with_errors():
+        trainer.run(checkpoint)
+    return Outcome(run_dir=directory.path, summary=pause.pausing(lambda: finish.leave("done")))
+
+
+def _checkpoint_bytes(plan: Plan, num_trainable: int) -> int:
+    num_arrays = 2 * plan.num_layers * len(plan.lora.targets)
+    return expected_checkpoint_bytes(num_trainable=num_trainable, num_arrays=num_arrays)
 
 
 def _identity(model: OpenedModel, data: Data, config: TrainConfig) -> dict[str, Any]:
@@ -168,148 +209,21 @@ def _resumable(again: str) -> Iterator[None]:
         raise type(error)(f"{error}; no step was done; go on with: {again}") from None
 
 
-def _read(home: Home, config: TrainConfig, narrator: Narrator) -> tuple[OpenedModel, Data]:
+def _read(
+    home: Home, config: TrainConfig, narrator: Narrator, resume: Path | None
+) -> tuple[OpenedModel, Data]:
     """Rows first: what is wrong with them shows in seconds."""
+    if resume is not None:
+        model = open_for_run(home, config.model)
+        kept = kept_data(resume, config, vocab_size=model.manifest.spec.vocab_size)
+        if kept is not None:
+            return model, kept
     files = read_data(config.data)
     model = open_for_run(home, config.model)
     spec = model.manifest.spec
     spec.validate_max_seq_length(config.max_seq_length)
     data = encode_data(files, config, model_path=model.path, spec=spec, on_note=narrator.on_note)
     return model, data
-
-
-def _train_on(
-    ring: Ring,
-    config: TrainConfig,
-    data: Data,
-    run_dir: RunDir,
-    model: OpenedModel,
-    watcher: Watcher,
-    state: dict[str, Any],
-    checkpoint: Checkpoint | None,
-    chosen: RunPlan,
-) -> Outcome:
-    num_steps = config.steps or config.epochs * data.batches.steps_per_epoch
-    trainer = Trainer(
-        ring,
-        config,
-        data,
-        run_dir,
-        num_steps=num_steps,
-        watcher=watcher,
-        state=state,
-        prediction=chosen.prediction,
-        advise=chosen.advise,
-    )
-    finish = _Finish(run_dir, config, ring.plan, model, trainer.progress)
-    try:
-        trainer.run(checkpoint)
-    except InterruptedRunError as error:
-        raise InterruptedRunError(f"{error}; {finish.after_end('interrupted')}") from None
-    except NumericsError as error:
-        # Going on with the same options would end the same way.
-        left = finish.after_end("failed", can_resume=False)
-        raise NumericsError(f"{error}; {left}") from None
-    except ExoTrainError as error:
-        raise type(error)(f"{error}; {finish.after_end('failed')}") from None
-    except BaseException:
-        finish.after_end("failed")
-        raise
-    return Outcome(run_dir=run_dir.path, summary=finish.leave("done"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Finish:
-    """Writes down what a run has come to, however it ended."""
-
-    run_dir: RunDir
-    config: TrainConfig
-    plan: Plan
-    model: OpenedModel
-    progress: Progress
-
-    def leave(self, status: str) -> Summary:
-        adapters = self._write_adapters()
-        progress = self.progress
-        losses, held_out = progress.train_losses, progress.held_out_losses
-        relative = {
-            kind: relative_to_run(getattr(adapters, kind), self.run_dir.path) if adapters else None
-            for kind in ("peft", "mlx")
-        }
-        summary = Summary(
-            status=status,
-            steps=progress.step,
-            saved_step=progress.saved_step,
-            loss_first=losses[0][1] if losses else None,
-            loss_last=losses[-1][1] if losses else None,
-            eval_loss_before=held_out[0][1] if held_out else None,
-            eval_loss_after=held_out[-1][1] if len(held_out) > 1 else None,
-            tokens=progress.tokens,
-            tokens_per_s=progress.tokens_per_s,
-            devices=self._devices(),
-            peft_adapter=relative["peft"],
-            mlx_adapter=relative["mlx"],
-            prediction=progress.reckoning.compared(),
-        )
-        self.run_dir.write_summary(summary)
-        if losses:
-            self.run_dir.write_loss_plot(train=losses, held_out=held_out)
-        return summary
-
-    def after_end(self, status: str, *, can_resume: bool = True) -> str:
-        """Leave what there is after an early end; says what that is, and how to go on.
-
-        What goes wrong here must not hide why the run ended.
-        """
-        trouble = ""
-        try:
-            self.leave(status)
-        except ExoTrainError as error:
-            trouble = f" (and then: {error})"
-        path = self.run_dir.path
-        saved_step = self.progress.saved_step
-        if self.progress.num_dropped and self.progress.num_dropped == self.progress.step:
-            said = f"nothing was trained (see {path})"
-        elif saved_step:
-            said = f"the work up to step {saved_step} is saved in {path}"
-        else:
-            said = f"nothing was saved yet in {path}"
-        if can_resume:
-            said += f"; go on with: {command_line('exo-train', 'train', '--resume', path)}"
-        return said + trouble
-
-    def _write_adapters(self) -> AdapterPaths | None:
-        """Write the newest checkpoint's adapter in both formats, with the tokenizer beside it."""
-        checkpoint = newest_checkpoint(self.run_dir.path)
-        if checkpoint is None or not checkpoint.optimizer["step"]:
-            return None
-        paths = write_adapters(
-            self.run_dir.adapters,
-            checkpoint.adapter,
-            lora=self.plan.lora,
-            base_model=str(self.model.path),
-            num_layers=self.plan.num_layers,
-            steps=int(checkpoint.optimizer["step"]),  # dropped steps trained nothing
-        )
-        tokenizer = load_tokenizer(self.model.path)
-        for path in (paths.peft, paths.mlx):
-            tokenizer.save_pretrained(str(path))
-        return paths
-
-    def _devices(self) -> tuple[DeviceSummary, ...]:
-        progress = self.progress
-        return tuple(
-            DeviceSummary(
-                name=rank.name,
-                rank=rank.rank,
-                backend=rank.backend,
-                device=rank.device,
-                layers=(rank.stage.start, rank.stage.end),
-                busy_share=progress.busy_share(rank.rank),
-                peak_memory_bytes=progress.peak_memory_bytes[rank.rank],
-            )
-            for rank in self.plan.ranks
-        )
 
 
 def _run_dir(home: Home, config: TrainConfig, resume: Path | None) -> Path:

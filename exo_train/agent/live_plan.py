@@ -145,6 +145,16 @@ class LiveProblem:
             links=links_among(self.links, devices),
         )
 
+    def among(self, candidates: Sequence[Candidate]) -> LiveProblem:
+        """Give the problem of those of `candidates` that were measured, with what they have now.
+
+        A processor that is another one than it was then, or computes in other formats, was not.
+        """
+        place = {(c.key, c.backend, c.dtypes): index for index, c in enumerate(self.candidates)}
+        known = [c for c in candidates if (c.key, c.backend, c.dtypes) in place]
+        part = self.of([place[c.key, c.backend, c.dtypes] for c in known])
+        return replace(part, candidates=tuple(known))
+
     def refusal(self, said: str) -> str:
         """Say what is missing with the microbatches that need least memory, and what would fit."""
         size = given_size(self.config) or 1
@@ -200,7 +210,7 @@ def decide_live(
     decision = decide(problem, at_least=at_least)
     if decision.microbatch_size != problem.size:
         problem, decision = _measured_again(problem, decision, asking, at_least)
-    problem, decision = _as_sent(problem, decision, at_least)
+    problem, decision = as_sent(problem, decision, at_least)
     _check_number(problem, decision, at_least)
     return problem, decision
 
@@ -234,7 +244,7 @@ def _measured_again(
     return problem, decide_for_size(problem, problem.size, sizes=sizes, at_least=at_least)
 
 
-def _as_sent(
+def as_sent(
     problem: LiveProblem, decision: Decision, at_least: int
 ) -> tuple[LiveProblem, Decision]:
     """Decide once more where the devices that are used send another format than all would."""
@@ -277,7 +287,7 @@ def measure(
     """Ask every candidate for a layer's time; who cannot say is left out, with a note.
 
     Raises what was said where fewer than `at_least` are left. `links` are those of just these
-    candidates, if they are known.
+    candidates, if they are not to be asked for.
     """
     width = measured_width(steps(size).mean_width, config.max_seq_length)
     requests = {
@@ -302,7 +312,7 @@ def measure(
         best_host=asking.best_host,
     )
     measured = _only_measured(candidates, answers, asking.on_note, at_least)
-    if links is None or len(measured) < len(candidates):
+    if links is None:
         links = links_of(
             asking.status, measured, on_note=asking.on_note, wants_stop=asking.wants_stop
         )
@@ -315,6 +325,35 @@ def measure(
         links=links,
         size=size,
         width=width,
+    )
+
+
+def with_more(problem: LiveProblem, more: Sequence[Candidate], asking: Asking) -> LiveProblem:
+    """Measure `more` devices as those of `problem` were; who cannot say is left out, with a note.
+
+    What is known already is not asked again: neither devices, nor the links between them.
+    """
+    added = measure(
+        problem.spec,
+        problem.config,
+        problem.steps,
+        more,
+        asking,
+        size=problem.size,
+        at_least=0,
+        links={},
+    )
+    if not added.candidates:
+        return problem
+    candidates = (*problem.candidates, *added.candidates)
+    links = links_of(
+        asking.status, candidates, on_note=asking.on_note, wants_stop=asking.wants_stop
+    )
+    return replace(
+        problem,
+        candidates=candidates,
+        times=(*problem.times, *added.times),
+        links={**links, **problem.links},
     )
 
 
@@ -335,7 +374,7 @@ def _only_measured(
             measured.append(candidate)
         else:
             failures.append((candidate, answer))
-    if failures and len(measured) < max(1, min(at_least, len(candidates))):
+    if failures and len(measured) < min(at_least, len(candidates)):
         raise failures[0][1]
     for candidate, error in failures:
         on_note(f"{candidate.name} is left out: {error}")

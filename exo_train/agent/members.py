@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from exo_train.agent.local_client import LocalClient
 from exo_train.agent.planning import Candidate
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, InterruptedRunError, PeerError
@@ -20,8 +19,12 @@ SETTLE_S = 4.0
 POLL_S = 0.3
 
 
+class AsksStatus(Protocol):
+    def status(self) -> dict[str, Any]: ...
+
+
 def wait_candidates(
-    client: LocalClient,
+    client: AsksStatus,
     config: TrainConfig,
     *,
     on_note: Callable[[str], None] = lambda note: None,
@@ -55,6 +58,21 @@ def wait_candidates(
             said = True
             on_note(f"waiting up to {config.device_wait_s:.0f} s for {_wanted(config, missing)}")
         time.sleep(POLL_S)
+
+
+def candidates_now(status: dict[str, Any], config: TrainConfig) -> list[Candidate]:
+    """Give the members of `status` that a run may use now, of those that it asks for if it does.
+
+    Waits for none and refuses nothing: who is missing may come back.
+    """
+    live = [m for m in status["members"] if m["state"] == "alive"]
+    own = next((m for m in live if m["id"] == status["self"]), None)
+    if own is None:
+        return []
+    usable, wanted = _usable(live, own), wanted_names(config)
+    names = {NodeId(m["id"]): str(m["name"]) for m in usable}
+    asked = {node_id for text in wanted for node_id in devices_called(text, names)}
+    return _candidates([m for m in usable if not wanted or m["id"] in asked])
 
 
 def wanted_names(config: TrainConfig) -> tuple[str, ...]:

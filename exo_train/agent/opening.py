@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from exo_train.peer import Address, NodeId
 from exo_train.plan.plan import Plan
 from exo_train.train.ring import Ring, WeightsAccess
 from exo_train.transport.tls import MemberTls
+from exo_train.wire.pb import control_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,38 @@ def best_host_of(links: list[dict[str, Any]], dialler: NodeId, target: NodeId) -
     return ""
 
 
+def channels_to(plan: Plan, status: dict[str, Any], tls: MemberTls) -> list[RemoteRank]:
+    """Give a way to each rank's agent, by rank; none is opened yet."""
+    addresses = {
+        member["id"]: [Address.parse(text) for text in member["addresses"]]
+        for member in status["members"]
+    }
+    return [
+        RemoteRank(rank.name, addresses.get(rank.node_id, []), tls.to(rank.node_id))
+        for rank in plan.ranks
+    ]
+
+
+def weights_access(
+    model: OpenedModel, status: dict[str, Any], endpoints: tuple[Address, ...], token: str
+) -> WeightsAccess:
+    """Say where ranks fetch the tensors that this device's agent serves."""
+    own = next(m for m in status["members"] if m["id"] == status["self"])
+    return WeightsAccess(
+        manifest=model.manifest,
+        endpoints=endpoints,
+        token=token,
+        coordinator_name=own["name"],
+        coordinator_id=NodeId(own["id"]),
+    )
+
+
+def tell_fetched(plan: Plan, loaded: Sequence[pb.Loaded], on_note: Callable[[str], None]) -> None:
+    for rank, answer in zip(plan.ranks, loaded, strict=True):
+        if answer.fetched_bytes:
+            on_note(f"{rank.name} fetched {answer.fetched_bytes / 1e6:.1f} MB of the model")
+
+
 @contextlib.contextmanager
 def open_ring(
     client: LocalClient,
@@ -75,44 +108,21 @@ def open_ring(
     narrator: Narrator,
     *,
     step_timeout_s: float,
-    committed_step: int = 0,
     capture_boundaries: bool = False,
-    wants_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Ring]:
     """Start the workers, prove the links, load the tensors; all of it ends with the context."""
-    addresses = {
-        member["id"]: [Address.parse(text) for text in member["addresses"]]
-        for member in status["members"]
-    }
-    own = next(m for m in status["members"] if m["id"] == status["self"])
     token = secrets.token_hex(16)
     endpoints = client.serve_model(run_id=plan.run_id, token=token, path=str(model.path))
     try:
-        channels = [
-            RemoteRank(rank.name, addresses[rank.node_id], tls.to(rank.node_id))
-            for rank in plan.ranks
-        ]
         best_host = functools.partial(best_host_of, status["links"])
-        with Ring(plan, channels, wants_stop=wants_stop, best_host=best_host) as ring:
+        with Ring(plan, channels_to(plan, status, tls), best_host=best_host) as ring:
             narrator.on_plan(ring.prepare())
-            access = WeightsAccess(
-                manifest=model.manifest,
-                endpoints=endpoints,
-                token=token,
-                coordinator_name=own["name"],
-                coordinator_id=NodeId(own["id"]),
-            )
             loaded = ring.load(
-                access,
+                weights_access(model, status, endpoints, token),
                 step_timeout_s=step_timeout_s,
-                committed_step=committed_step,
                 capture_boundaries=capture_boundaries,
             )
-            for rank, answer in zip(plan.ranks, loaded, strict=True):
-                if answer.fetched_bytes:
-                    narrator.on_note(
-                        f"{rank.name} fetched {answer.fetched_bytes / 1e6:.1f} MB of the model"
-                    )
+            tell_fetched(plan, loaded, narrator.on_note)
             yield ring
     finally:
         client.stop_serving(plan.run_id)

@@ -26,6 +26,7 @@ from exo_train.plan.partition import (
 )
 from exo_train.plan.plan import Plan, RankPlan
 from exo_train.plan.stages import StageSpec
+from exo_train.plan.workloads import run_copies
 from exo_train.train.batches import choose_microbatch_size
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -252,6 +253,7 @@ def _assign(
         microbatch_tokens=microbatch_tokens,
         activation_bytes=value_bytes,
         checkpoint_activations=config.checkpoint_activations,
+        copies=run_copies(config),
     )
     depth = one_f_one_b_depth if config.pipeline_schedule == "1f1b" else gpipe_depth
     budgets = [

@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, ProtocolError
 from exo_train.plan.plan import Plan
+from exo_train.train.batches import BatchPlan
 from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
+from exo_train.train.kept_rows import ROWS_FILE, read_rows
+from exo_train.train.loop import Data
 from exo_train.train.rundir import PLAN_FILE, SUMMARY_FILE, RunDir
 
-# What may differ when a run is resumed: where it runs, not what it computes.
+# What may differ when a run is resumed: where it runs, not what it computes. Of model and data
+# the contents are compared.
 RESUME_MAY_CHANGE = (
-    "devices", "min_devices", "device_wait_s", "layers", "profile_s", "save_every", "save_minutes",
-    "keep", "shadow", "takeover", "step_timeout_s",
+    "model", "data", "devices", "min_devices", "device_wait_s", "layers", "profile_s",
+    "save_every", "save_minutes", "keep", "shadow", "takeover", "step_timeout_s",
 )  # fmt: skip
-# Paths: their contents are compared instead.
-NOT_COMPARED = (*RESUME_MAY_CHANGE, "model", "data", "run_dir")
+NOT_COMPARED = (*RESUME_MAY_CHANGE, "run_dir")
 
 
 def resumed_options(run: Path, changes: Mapping[str, Any]) -> TrainConfig:
@@ -31,19 +33,36 @@ def resumed_options(run: Path, changes: Mapping[str, Any]) -> TrainConfig:
 
     Raises ConfigError for a change that would make it another run.
     """
-    fixed = [name for name in changes if name not in RESUME_MAY_CHANGE]
-    if fixed:
+    stored = _stored_options(run)
+    if "config" in changes:
         raise ConfigError(
-            f"--{fixed[0].replace('_', '-')} cannot change on --resume: a resumed run goes on with "
-            f"the options it was started with; leave it out, or start a new run"
+            f"--config cannot change on --resume: the options are those of {run}; leave it out"
         )
-    stored = TrainConfig.from_mapping(RunDir.open(run).read_config(), source=f"{run}/config.yaml")
     # The split is in the plan; laid down anew it is what counts.
     before = {**stored.to_dict(), "layers": ()}
-    return replace(
-        TrainConfig.from_mapping({**before, **changes}, source="command line"),
-        run_dir=str(run),
-    )
+    asked = TrainConfig.from_mapping({**before, **changes}, source="command line").to_dict()
+    conflicts = [
+        f"--{name.replace('_', '-')} cannot change on --resume: the run has "
+        f"{_shown(before[name])}, the command line says {_shown(asked[name])}"
+        for name in changes
+        if name not in RESUME_MAY_CHANGE and asked[name] != before[name]
+    ]
+    if conflicts:
+        raise ConfigError(
+            f"{'; '.join(conflicts)}; a resumed run goes on with the options it was started with: "
+            f"leave them out, or start a new run"
+        )
+    return TrainConfig.from_mapping({**asked, "run_dir": str(run)}, source="command line")
+
+
+def _stored_options(run: Path) -> TrainConfig:
+    return TrainConfig.from_mapping(RunDir.open(run).read_config(), source=f"{run}/config.yaml")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value)) or "none"
+    return str(value) if value != "" else "none"
 
 
 def check_unfinished(run: Path) -> None:
@@ -56,15 +75,43 @@ def check_unfinished(run: Path) -> None:
         raise ConfigError(f"{run} is finished: all its {summary.get('steps')} steps are done")
 
 
-def newest(run: Path, *, on_note: Callable[[str], None]) -> Checkpoint | None:
-    """Give the newest whole checkpoint; None: the run stopped before its first."""
+def newest(
+    run: Path, *, on_note: Callable[[str], None], options: TrainConfig | None = None
+) -> Checkpoint | None:
+    """Give the newest whole checkpoint; None: the run stopped before its first.
+
+    `options` are those to go on with: what differs in them from the run's is said.
+    """
     checkpoint = newest_checkpoint(run, say=on_note)
     step = checkpoint.step if checkpoint else 0
-    on_note(
-        f"resuming after step {step}: all options but {', '.join(RESUME_MAY_CHANGE)} are taken "
-        f"from {run}"
-    )
+    anew = _taken_anew(run, options) if options is not None else ""
+    said = f"the command line gives {anew}; all other options" if anew else "all options"
+    on_note(f"resuming after step {step}: {said} are taken from {run}")
     return checkpoint
+
+
+def _taken_anew(run: Path, options: TrainConfig) -> str:
+    """List the options that are not as the run has them."""
+    before, now = _stored_options(run).to_dict(), options.to_dict()
+    before["layers"] = []  # the split of before is in the plan
+    return ", ".join(
+        f"--{name.replace('_', '-')} {_shown(now[name])} (before: {_shown(before[name])})"
+        for name in RESUME_MAY_CHANGE
+        if now[name] != before[name]
+    )
+
+
+def kept_data(run: Path, options: TrainConfig, *, vocab_size: int) -> Data | None:
+    """Give the rows that the run keeps with its checkpoints, when its data is not on this device.
+
+    None: the data is here, or is given anew, or nothing is kept. Raises DataError.
+    """
+    is_given = options.data != _stored_options(run).data
+    if is_given or Path(options.data).exists() or not (run / ROWS_FILE).is_file():
+        return None
+    train, held_out = read_rows(run, vocab_size=vocab_size)
+    batches = BatchPlan(examples=train, batch_size=options.batch_size, seed=options.seed)
+    return Data(batches=batches, held_out=held_out)
 
 
 def plan_before(run: Path, *, on_note: Callable[[str], None]) -> Plan | None:
@@ -81,15 +128,19 @@ def plan_before(run: Path, *, on_note: Callable[[str], None]) -> Plan | None:
 def check_same(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
     """Refuse to go on with something else than what the checkpoint was trained with."""
     for key, what in (("model_hash", "model"), ("data_hash", "data")):
-        if checkpoint.state.get(key) != state[key]:
+        before, here = str(checkpoint.state.get(key)), str(state[key])
+        if before != here:
             raise ConfigError(
-                f"the {what} is not the one that {checkpoint.path} was trained with; bring the "
-                f"old one back, or start a new run"
+                f"the {what} is not the one that {checkpoint.path} was trained with: its contents "
+                f"have the hash {here[:12]}…, there it is {before[:12]}…; bring the old one back, "
+                f"or start a new run"
             )
     stored, now = checkpoint.state.get("options", {}), state["options"]
-    for name, value in now.items():
-        if stored.get(name) != value:
-            raise ConfigError(
-                f"config.yaml says {name}: {value}, but {checkpoint.path} was trained with "
-                f"{stored.get(name)}; put it back, or start a new run"
-            )
+    names = [name for name, value in now.items() if stored.get(name) != value]
+    if names:
+        said = ", ".join(f"{name}: {_shown(now[name])}" for name in names)
+        there = ", ".join(_shown(stored.get(name)) for name in names)
+        raise ConfigError(
+            f"config.yaml says {said}, but {checkpoint.path} was trained with {there}; put it "
+            f"back, or start a new run"
+        )

@@ -7,13 +7,14 @@ digit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from exo_train.agent.deciding import given_size
 from exo_train.agent.live_plan import Asking, LiveProblem, decide_live, measure
 from exo_train.agent.planning import (
     Candidate,
+    Key,
     Part,
     compute_dtype,
     make_plan,
@@ -38,11 +39,24 @@ WORTH_A_RESTART = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """`prediction` is None where nothing was measured; `advise` says what a new plan would gain."""
+    """`prediction` is None where nothing was measured; `advise` says what a new plan would gain.
+
+    `candidates` are those that it was chosen among, with the most memory that each has had to give
+    in this run; `problem` is what was measured of those that it could be. `caps` are the bytes that
+    devices may take which ran out of memory with more.
+    """
 
     plan: Plan
+    candidates: tuple[Candidate, ...] = ()
+    problem: LiveProblem | None = None
+    caps: Mapping[Key, int] = field(default_factory=dict)
     prediction: Prediction | None = None
     advise: Callable[[Drift], str] | None = None
+
+    def following(self, before: Plan) -> RunPlan:
+        """Give the same as the next generation of an earlier start's run."""
+        plan = replace(self.plan, run_id=before.run_id, generation=before.generation + 1)
+        return replace(self, plan=plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +95,18 @@ def choose_plan(
     """
     given = None
     if run.config.layers:
-        given = _laid_down(run, candidates)
+        given = laid_down(run, candidates)
     elif before is not None:
-        given = _as_before(run, candidates, before, asking.on_note)
+        given = as_before(run, candidates, before, asking.on_note, at_least=run.at_least)
+    chosen = _chosen(run, candidates, asking, given)
+    return replace(chosen, candidates=tuple(candidates))
+
+
+def _chosen(
+    run: Run, candidates: Sequence[Candidate], asking: Asking, given: Given | None
+) -> RunPlan:
     if not run.config.profile_s:
-        return _unmeasured(run, candidates, given, asking.on_note)
+        return by_memory(run, candidates, given, asking.on_note)
     if given is not None:
         try:
             return _measured_as_given(run, given, asking)
@@ -97,12 +118,13 @@ def choose_plan(
         run.manifest.spec, run.config, run.steps, candidates, asking, at_least=run.at_least
     )
     asking.on_note(f"plan: {decision.verdict.reason}")
-    return _written(run, problem, decision.microbatch_size, decision.verdict.plan, asking)
+    return written(run, problem, decision.microbatch_size, decision.verdict.plan, asking)
 
 
-def _written(
+def written(
     run: Run, problem: LiveProblem, microbatch_size: int, plan: ExactPlan, asking: Asking
 ) -> RunPlan:
+    """Write down what was decided for the measured `problem`, and say what to expect."""
     parts = [
         Part(
             candidate=problem.candidates[stage.device],
@@ -128,6 +150,7 @@ def _written(
             cluster=run.cluster,
             microbatch_size=microbatch_size,
         ),
+        problem=problem,
         prediction=prediction,
         advise=lambda drift: _advice(run, problem, microbatch_size, plan, drift),
     )
@@ -150,16 +173,17 @@ def _measured_as_given(run: Run, given: Given, asking: Asking) -> RunPlan:
         plan = plan_with_layers(household, workload, range(count), given.layers)
     except PeerError as error:
         asking.on_note(f"nothing is predicted: {error}")
-        return _unmeasured(run, given.candidates, given, asking.on_note)
-    return _written(run, problem, size, plan, asking)
+        return by_memory(run, given.candidates, given, asking.on_note)
+    return written(run, problem, size, plan, asking)
 
 
-def _unmeasured(
+def by_memory(
     run: Run,
     candidates: Sequence[Candidate],
     given: Given | None,
     on_note: Callable[[str], None],
 ) -> RunPlan:
+    """Plan without times: the split that is given, else one that goes by memory alone."""
     if given is None:
         ordered = ring_order(candidates, run.coordinator)
         on_note("plan: layers are shared out by memory; nothing is measured or predicted")
@@ -181,12 +205,17 @@ def _unmeasured(
     )
 
 
-def _as_before(
-    run: Run, candidates: Sequence[Candidate], before: Plan, on_note: Callable[[str], None]
+def as_before(
+    run: Run,
+    candidates: Sequence[Candidate],
+    before: Plan,
+    on_note: Callable[[str], None],
+    *,
+    at_least: int,
 ) -> Given | None:
     """Give the split of the plan before where each rank's device is here and computes as then.
 
-    Nor may more devices be asked for than it has.
+    Nor may more devices be asked for, `at_least`, than it has.
     """
     by_key = {candidate.key: candidate for candidate in candidates}
     found = [by_key.get((rank.node_id, rank.device)) for rank in before.ranks]
@@ -205,8 +234,8 @@ def _as_before(
             f"dtype and enough memory)"
         )
         return None
-    if len(kept) < run.at_least:
-        on_note(f"the run is planned anew: {run.at_least} devices are asked for now")
+    if len(kept) < at_least:
+        on_note(f"the run is planned anew: {at_least} devices are asked for now")
         return None
     return Given(
         candidates=tuple(kept),
@@ -215,7 +244,7 @@ def _as_before(
     )
 
 
-def _laid_down(run: Run, candidates: Sequence[Candidate]) -> Given:
+def laid_down(run: Run, candidates: Sequence[Candidate]) -> Given:
     """Read --layers NAME:COUNT,…; raises ConfigError naming what is wrong with it."""
     num_layers = run.manifest.spec.num_layers
     chosen: list[Candidate] = []

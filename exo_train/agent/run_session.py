@@ -20,8 +20,8 @@ from exo_train.agent.protocol import HEARTBEAT_S
 from exo_train.agent.worker_process import WorkerProcess
 from exo_train.errors import ProtocolError
 from exo_train.peer import NodeId
+from exo_train.train.conversation import LostRankError
 from exo_train.train.messages import to_failure
-from exo_train.train.ring import LostRankError
 from exo_train.wire.pb import control_pb2 as pb
 
 MAX_QUEUED_MESSAGES = 4096
@@ -47,14 +47,17 @@ class WorkerSettings:
 
 
 class RunSession:
-    """Serves one Run stream; `messages` is what the stream answers."""
+    """Serves one Run stream; `messages` is what the stream answers.
+
+    `generation` and `rank` are those of the newest plan that the driver has sent.
+    """
 
     def __init__(self, settings: WorkerSettings, first: pb.RunMessage, driver: NodeId) -> None:
         check_prepare(settings, first)
         self.driver = driver
         self.run_id, self.generation, self.rank = first.run_id, first.generation, first.rank
         self.phase, self.phase_limit_s = "starting", 0.0
-        self._phase_since_s = time.monotonic()
+        self._phase_since_s = self._heard_s = time.monotonic()
         self._name = settings.name
         self._out: queue.Queue[pb.RunMessage | None] = queue.Queue(MAX_QUEUED_MESSAGES)
         self._worker = WorkerProcess(
@@ -68,6 +71,11 @@ class RunSession:
     @property
     def phase_age_s(self) -> float:
         return time.monotonic() - self._phase_since_s
+
+    @property
+    def silent_s(self) -> float:
+        """Give the seconds since the worker was heard; it reports every second, come what may."""
+        return time.monotonic() - self._heard_s
 
     @property
     def worker_pid(self) -> int:
@@ -106,13 +114,21 @@ class RunSession:
     def _from_driver(self, requests: Iterator[pb.RunMessage]) -> None:
         try:
             for message in requests:
+                self._follow(message)
                 self._worker.send(message.SerializeToString())
         except grpc.RpcError:
             log.info("run %s: the driver's stream broke", self.run_id)
         self._worker.stop()
         self._out.put(None)
 
+    def _follow(self, message: pb.RunMessage) -> None:
+        """Take over the generation that the driver begins, and the rank that it gives then."""
+        self.generation = max(self.generation, message.generation)
+        if message.WhichOneof("body") == "load":
+            self.rank = message.rank
+
     def _from_worker(self, raw: bytes) -> None:
+        self._heard_s = time.monotonic()
         message = pb.RunMessage.FromString(raw)
         if message.WhichOneof("body") == "progress":
             if message.progress.phase != self.phase:
@@ -134,6 +150,7 @@ class RunSession:
                 phase=self.phase,
                 phase_age_s=self.phase_age_s,
                 phase_limit_s=self.phase_limit_s,
+                silent_s=self.silent_s,
             )
         )
 

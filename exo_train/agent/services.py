@@ -18,6 +18,7 @@ from exo_train.agent.admissions import Admissions
 from exo_train.agent.meeting import Meeting
 from exo_train.agent.profiles import Profiles
 from exo_train.agent.protocol import MAX_ENDPOINTS
+from exo_train.agent.replicas import MAX_KEEP_S, Replicas
 from exo_train.agent.run_session import RunSession, WorkerSettings
 from exo_train.cluster.interfaces import all_dialable, local_addresses, without_zone
 from exo_train.errors import ExoTrainError, ProtocolError
@@ -60,11 +61,13 @@ class ControlService(ControlServicer):
         gate: Gate,
         settings: Callable[[], WorkerSettings],
         profiles: Profiles,
+        replicas: Replicas,
     ) -> None:
         self._meeting = meeting
         self._admissions = admissions
         self._gate = gate
         self._profiles = profiles
+        self._replicas = replicas
         self._settings = settings
         self._sessions: list[RunSession] = []
         self._lock = threading.Lock()
@@ -132,6 +135,21 @@ class ControlService(ControlServicer):
         finally:
             with self._lock:
                 self._sessions.remove(session)
+
+    def KeepReplica(
+        self, request_iterator: Iterator[pb.ReplicaPiece], context: grpc.ServicerContext
+    ) -> pb.ReplicaKept:
+        """Take a copy; a call without an end of its own could keep the copy's lock for ever."""
+        left_s = context.time_remaining()
+        try:
+            if left_s is None or left_s > MAX_KEEP_S:
+                raise ProtocolError(f"no deadline within {MAX_KEEP_S:.0f} s is set")
+            self._replicas.keep(request_iterator, caller_id(context))
+        except ProtocolError as error:
+            self._refuse_malformed(context, error)
+        except ExoTrainError as error:
+            return pb.ReplicaKept(failure=to_failure(error))
+        return pb.ReplicaKept()
 
     def run_facts(self) -> pb.RunFacts | None:
         """Give the newest run that this device takes part in, or None."""

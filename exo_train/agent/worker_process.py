@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -71,16 +72,28 @@ class WorkerProcess:
             self._process.stdin.flush()
 
     def stop(self) -> None:
-        """End the worker: close its input, then kill it if it does not go; may be called twice."""
+        """End the worker: close its input, then kill it if it does not go; may be called twice.
+
+        A worker that was stopped (SIGSTOP) reads nothing: who writes to it holds the pipe until the
+        worker is killed.
+        """
         self._stopping = True
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        if self._write_lock.acquire(timeout=STOP_TIMEOUT_S):
+            self._close_input()
+            self._write_lock.release()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=max(0.0, deadline_s - time.monotonic()))
+                return
+        self._process.kill()
+        self._process.wait()
+        with self._write_lock:
+            self._close_input()
+
+    def _close_input(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             assert self._process.stdin is not None
             self._process.stdin.close()
-        try:
-            self._process.wait(timeout=STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

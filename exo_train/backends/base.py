@@ -47,11 +47,18 @@ class MicrobatchInput:
         assert self.mask_BT is not None
         return self.targets_BT, self.mask_BT
 
+    def __str__(self) -> str:
+        values = self.tokens_BT if self.hidden_BTD is None else self.hidden_BTD
+        size = "" if values is None else f" ({values.shape[0]} x {values.shape[1]} positions)"
+        return f"microbatch {self.index}{size}"
+
 
 class Stage(Protocol):
     """One rank's layers with adapter, gradients, optimizer state and stashed activations.
 
-    Not thread-safe: one thread drives it. Adapter arrays are float32 and named
+    Not thread-safe: one thread drives it. All of it may raise DoesNotFitError; the forward or
+    backward that does has dropped what was stashed, and changed neither adapter nor moments.
+    Adapter arrays are float32 and named
     `model.layers.<global index>.<module path>.lora_a` (in, rank) and `.lora_b` (rank, out).
     """
 
@@ -80,6 +87,22 @@ class Stage(Protocol):
 
     def grad_square_sum(self) -> float:
         """Sum of squares of all accumulated gradients (of the scaled loss) on this stage."""
+        ...
+
+    def find_bad_activation(self, microbatch: MicrobatchInput, *, evaluation: bool = False) -> str:
+        """Run a microbatch again to name the first place where a value is not finite.
+
+        "the embedding" or, on other stages, "the cast to <dtype>"; "layer <global index>"; "the
+        final norm". Empty when all are finite in the dtype of computing. To be called in the
+        microbatch's own step or evaluation.
+        """
+        ...
+
+    def find_bad_gradient(self) -> str:
+        """Name the adapter array whose accumulated gradient is the first not to be finite.
+
+        First in the order of computing, so from the last layer down; empty when all are finite.
+        """
         ...
 
     def apply(self, *, learning_rate: float, grad_scale: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,12 @@ import psutil
 from exo_train.errors import DoesNotFitError
 from exo_train.plan.stages import StageSpec
 
-# How CUDA, PyTorch's CPU allocator, MLX and Metal say it; none has an error type of its own.
-_OUT_OF_MEMORY = ("out of memory", "allocate memory", "unable to allocate", "insufficient memory")
+# How CUDA and its libraries, PyTorch's CPU allocator, MLX and Metal say it; none has an error type
+# of its own.
+_OUT_OF_MEMORY = (
+    "out of memory", "allocate memory", "not enough memory", "unable to allocate",
+    "insufficient memory", "alloc_failed", "maximum allowed buffer size", "bad_alloc",
+)  # fmt: skip
 
 
 def peak_process_bytes() -> int:
@@ -35,8 +40,13 @@ def peak_process_bytes() -> int:
 
 
 @contextmanager
-def memory_errors_named(stage: StageSpec, device: str) -> Iterator[None]:
-    """Turn a framework's out-of-memory error into DoesNotFitError with the stage's layers."""
+def memory_errors_named(
+    stage: StageSpec, device: str, *, doing: str = "computing", checkpointed: bool = False
+) -> Iterator[None]:
+    """Turn a framework's out-of-memory error into DoesNotFitError: which layers, `doing` what.
+
+    `checkpointed` leaves out the advice to checkpoint activations.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -44,8 +54,11 @@ def memory_errors_named(stage: StageSpec, device: str) -> Iterator[None]:
         told = any(phrase in text.lower() for phrase in _OUT_OF_MEMORY)
         if not told and not isinstance(error, MemoryError):
             raise
+        # The frames below hold the tensors of what failed: let them go now, not with the error.
+        traceback.clear_frames(error.__traceback__)
+        advice = "" if checkpointed else "--checkpoint-activations, "
         raise DoesNotFitError(
-            f"layers {stage.start}..{stage.end - 1} ran out of memory on {device} "
-            f"({text.splitlines()[0] if text else 'no detail'}); use a smaller microbatch or "
-            "sequence length, checkpoint activations, or add a device"
+            f"layers {stage.start}..{stage.end - 1} ran out of memory on {device} while {doing} "
+            f"({text.splitlines()[0] if text else 'no detail'}); use a smaller --microbatch-size "
+            f"or --max-seq-length, {advice}or one more device"
         ) from error

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
 from exo_train.backends.stage_model import global_name, read_tensor
+from exo_train.errors import ConfigError
 from exo_train.models.spec import ModelSpec
 from exo_train.models.tensors import TensorSource
 from exo_train.plan.stages import StageSpec
@@ -26,6 +27,16 @@ MLX_DTYPES = {
     DType.BF16: mx.bfloat16,
     DType.INT32: mx.int32,
 }
+
+
+def checked_device(device: str) -> mx.Device:
+    """Give the device called `device`; raises ConfigError when there is none."""
+    if device not in ("cpu", "gpu"):
+        raise ConfigError(f"MLX knows no device '{device}'; use gpu or cpu")
+    value = mx.Device(mx.gpu if device == "gpu" else mx.cpu)
+    if not mx.is_available(value):
+        raise ConfigError("MLX finds no GPU on this device; use --device cpu")
+    return value
 
 
 def load_base_model(

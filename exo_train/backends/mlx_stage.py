@@ -9,9 +9,12 @@ Shapes: B sequences, T positions, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -30,19 +33,21 @@ from exo_train.backends.lora import (
     select_moments,
 )
 from exo_train.backends.memory import memory_errors_named, peak_process_bytes
+from exo_train.backends.mlx_finite import first_bad_gradient, first_bad_value
 from exo_train.backends.mlx_head import head_loss
 from exo_train.backends.mlx_lora import Adapter, LoraLinear, Slot
 from exo_train.backends.mlx_model import (
     MLX_DTYPES,
+    checked_device,
     head_logits,
     load_base_model,
     to_host,
     to_mlx,
 )
 from exo_train.backends.sampling import generate_tokens
-from exo_train.backends.stage_model import layer_windows
+from exo_train.backends.stage_model import input_name, layer_windows
 from exo_train.config import LoraConfig, OptimizerConfig
-from exo_train.errors import ConfigError
+from exo_train.errors import DoesNotFitError
 from exo_train.models.spec import ModelSpec
 from exo_train.models.tensors import TensorSource
 from exo_train.plan.stages import StageSpec
@@ -60,19 +65,22 @@ def load_stage(
     options: StageOptions,
 ) -> Stage:
     """Read this stage's tensors, and no others, and make it ready to train on `device`."""
-    with mx.stream(_checked_device(device)), memory_errors_named(stage, device):
-        model = load_base_model(spec, stage, tensors, dtype=MLX_DTYPES[options.compute_dtype])
-    arrays = initial_adapter(spec, stage, lora, seed=options.seed, init=options.adapter_init)
-    return MlxStage(
-        stage,
-        model,
-        arrays,
-        device=device,
-        windows=layer_windows(spec, stage),
-        lora=lora,
-        optimizer=optimizer,
-        options=options,
+    named = memory_errors_named(
+        stage, device, doing="loading", checkpointed=options.checkpoint_activations
     )
+    with mx.stream(checked_device(device)), named:
+        model = load_base_model(spec, stage, tensors, dtype=MLX_DTYPES[options.compute_dtype])
+        arrays = initial_adapter(spec, stage, lora, seed=options.seed, init=options.adapter_init)
+        return MlxStage(
+            stage,
+            model,
+            arrays,
+            device=device,
+            windows=layer_windows(spec, stage),
+            lora=lora,
+            optimizer=optimizer,
+            options=options,
+        )
 
 
 def generate(
@@ -94,15 +102,6 @@ def generate(
         seed=seed,
         stop_ids=stop_ids,
     )
-
-
-def _checked_device(device: str) -> mx.Device:
-    if device not in ("cpu", "gpu"):
-        raise ConfigError(f"MLX knows no device '{device}'; use gpu or cpu")
-    value = mx.Device(mx.gpu if device == "gpu" else mx.cpu)
-    if not mx.is_available(value):
-        raise ConfigError("MLX finds no GPU on this device; use --device cpu")
-    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +129,9 @@ class MlxStage:
     ) -> None:
         self._stage, self._model, self._device, self._options = stage, model, device, options
         self._windows, self._dropout_rate = windows, lora.dropout
+        self._memory_errors_named = partial(
+            memory_errors_named, stage, device, checkpointed=options.checkpoint_activations
+        )
         self._slot = Slot()
         self._attach(lora)
         self._adapter: Adapter = {name: mx.array(array) for name, array in arrays.items()}
@@ -166,12 +168,12 @@ class MlxStage:
     def begin_step(self, *, step: int, loss_scale: float) -> None:
         self._step, self._loss_scale, self._loss_sum = step, loss_scale, 0.0
         self._stash.clear()
-        with self._on_device():
+        with self._on_device("beginning a step"):
             self._gradients = {name: mx.zeros_like(value) for name, value in self._adapter.items()}
             mx.eval(self._gradients)
 
     def forward(self, microbatch: MicrobatchInput) -> HostTensor | None:
-        with self._on_device():
+        with self._on_device(f"doing the forward of {microbatch}"):
             if self._stage.head:
                 input_grad = self._forward_with_loss(microbatch)
                 self._stash[microbatch.index] = _Stashed(
@@ -190,8 +192,7 @@ class MlxStage:
         if not mask_BT.any():
             if self._stage.embedding:
                 return None
-            zeros_BTD = mx.zeros_like(self._input(microbatch))
-            return to_host(zeros_BTD, self._options.wire_dtype)
+            return to_host(mx.zeros_like(self._input(microbatch)), self._options.wire_dtype)
 
         def loss(adapter: Adapter, input_BTD: mx.array) -> mx.array:
             hidden_BTD = self._run(adapter, input_BTD, dropout)
@@ -211,12 +212,12 @@ class MlxStage:
         def run(adapter: Adapter, input_BTD: mx.array) -> mx.array:
             return self._run(adapter, input_BTD, dropout)
 
-        with self._on_device():
+        with self._on_device(f"doing the backward of {stashed.microbatch}"):
             grad = to_mlx(grad_BTD, MLX_DTYPES[self._options.compute_dtype])
             return self._pull_back(run, stashed.microbatch, grad)[1]
 
     def evaluate(self, microbatch: MicrobatchInput) -> HostTensor | float:
-        with self._on_device():
+        with self._on_device(f"evaluating {microbatch}"):
             output_BTD = self._run(self._adapter, self._input(microbatch), None)
             if not self._stage.head:
                 return to_host(output_BTD, self._options.wire_dtype)
@@ -229,10 +230,24 @@ class MlxStage:
         return self._loss_sum
 
     def grad_square_sum(self) -> float:
-        return sum(float(mx.square(gradient).sum()) for gradient in self._gradients.values())
+        with self._on_device("adding up its gradients"):
+            return sum(float(mx.square(gradient).sum()) for gradient in self._gradients.values())
+
+    def find_bad_activation(self, microbatch: MicrobatchInput, *, evaluation: bool = False) -> str:
+        with self._on_device(f"looking for a bad value in {microbatch}"):
+            self._slot.dropout = None if evaluation else self._dropout(microbatch.row_keys)
+            input_BTD = self._input(microbatch)
+            outputs = self._outputs(self._adapter, input_BTD)
+            return first_bad_value(
+                chain([(input_name(self._stage, self._options), input_BTD)], outputs)
+            )
+
+    def find_bad_gradient(self) -> str:
+        with self._on_device("looking at its gradients"):
+            return first_bad_gradient(self._gradients)
 
     def apply(self, *, learning_rate: float, grad_scale: float) -> None:
-        with self._on_device():
+        with self._on_device("updating its adapter"):
             scaled = {name: value * grad_scale for name, value in self._gradients.items()}
             self._optimizer.learning_rate = learning_rate
             self._adapter = self._optimizer.apply_gradients(scaled, self._adapter)
@@ -240,29 +255,34 @@ class MlxStage:
             mx.eval(self._adapter, self._gradients, self._optimizer.state)
 
     def adapter(self) -> Arrays:
-        return {name: np.array(value) for name, value in self._adapter.items()}
+        with self._on_device("giving its adapter"):
+            return {name: np.array(value) for name, value in self._adapter.items()}
 
     def gradients(self) -> Arrays:
-        return {name: np.array(value) for name, value in self._gradients.items()}
+        with self._on_device("giving its gradients"):
+            return {name: np.array(value) for name, value in self._gradients.items()}
 
     def load_adapter(self, arrays: Mapping[str, np.ndarray]) -> None:
         chosen = select_arrays(arrays, self._shapes(), layers=self._stage.layers)
-        self._adapter = {name: mx.array(chosen[name]) for name in self._adapter}
+        with self._on_device("taking an adapter"):
+            self._adapter = {name: mx.array(chosen[name]) for name in self._adapter}
 
     def optimizer_state(self) -> Arrays:
         arrays: Arrays = {"step": np.array(self._optimizer.step, np.int64)}
-        for name in self._adapter:
-            first, second = moment_names(name)
-            arrays[first] = np.array(self._optimizer.state[name]["m"])
-            arrays[second] = np.array(self._optimizer.state[name]["v"])
+        with self._on_device("giving its optimizer's state"):
+            for name in self._adapter:
+                first, second = moment_names(name)
+                arrays[first] = np.array(self._optimizer.state[name]["m"])
+                arrays[second] = np.array(self._optimizer.state[name]["v"])
         return arrays
 
     def load_optimizer_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         chosen = select_moments(arrays, self._shapes(), layers=self._stage.layers)
-        self._optimizer.state["step"] = mx.array(int(arrays["step"]), mx.uint64)
-        for name in self._adapter:
-            first, second = (mx.array(chosen[moment]) for moment in moment_names(name))
-            self._optimizer.state[name] = {"m": first, "v": second}
+        with self._on_device("taking an optimizer's state"):
+            self._optimizer.state["step"] = mx.array(int(arrays["step"]), mx.uint64)
+            for name in self._adapter:
+                first, second = (mx.array(chosen[moment]) for moment in moment_names(name))
+                self._optimizer.state[name] = {"m": first, "v": second}
 
     def peak_memory_bytes(self) -> int:
         """Give the allocator's peak on a GPU, the process' largest resident size on a CPU."""
@@ -273,7 +293,7 @@ class MlxStage:
         caches = [RotatingKVCache(max_size=w) if w else KVCache() for w in self._windows]
 
         def next_logits(unseen: list[int]) -> np.ndarray:
-            with self._on_device():
+            with self._on_device("generating"):
                 embedded_BTD = self._embed(np.array([unseen]))
                 hidden_BTD = self._run(self._adapter, embedded_BTD, None, caches)
                 return np.array(self._head(hidden_BTD[0, -1]).astype(mx.float32))
@@ -284,11 +304,16 @@ class MlxStage:
         return {name: tuple(value.shape) for name, value in self._adapter.items()}
 
     @contextmanager
-    def _on_device(self) -> Iterator[None]:
+    def _on_device(self, doing: str) -> Iterator[None]:
         # MLX's default device belongs to the process, and this stage may not be alone in it.
-        device = _checked_device(self._device)
-        with mx.stream(device), memory_errors_named(self._stage, self._device):
-            yield
+        device = checked_device(self._device)
+        try:
+            with mx.stream(device), self._memory_errors_named(doing=doing):
+                yield
+        except DoesNotFitError:
+            self._stash.clear()  # the step cannot be finished any more
+            self._slot.adapter = {}
+            raise
 
     def _dropout(self, row_keys: tuple[int, ...]) -> Dropout | None:
         if not self._dropout_rate:
@@ -320,6 +345,13 @@ class MlxStage:
     ) -> mx.array:
         """Run the layers, and the final norm where the head is."""
         self._slot.dropout = dropout
+        ((_, output_BTD),) = deque(self._outputs(adapter, hidden_BTD, caches), maxlen=1)
+        return output_BTD
+
+    def _outputs(
+        self, adapter: Adapter, hidden_BTD: mx.array, caches: Sequence[Any] | None = None
+    ) -> Iterator[tuple[str, mx.array]]:
+        """Yield what each layer gives, and the final norm, with their names."""
         for index, window in enumerate(self._windows):
             cache = caches[index] if caches else None
             mask = create_attention_mask(hidden_BTD, cache, window_size=window)
@@ -327,8 +359,8 @@ class MlxStage:
             if self._options.checkpoint_activations and caches is None:
                 block = mx.checkpoint(block)
             hidden_BTD = block({name: adapter[name] for name in self._names[index]}, hidden_BTD)
-        normed_BTD: mx.array = self._model.model.norm(hidden_BTD)
-        return normed_BTD
+            yield f"layer {self._stage.start + index}", hidden_BTD
+        yield "the final norm", self._model.model.norm(hidden_BTD)
 
     def _block(self, index: int, mask: Any, cache: Any) -> Callable[[Adapter, mx.array], mx.array]:
         """Give one decoder layer as a function of its adapter, for differentiation."""

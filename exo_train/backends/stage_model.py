@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from exo_train.backends.base import StageOptions
 from exo_train.errors import ModelError
 from exo_train.models.decode import decode
 from exo_train.models.spec import ModelSpec
@@ -37,6 +38,13 @@ def layer_windows(spec: ModelSpec, stage: StageSpec) -> list[int | None]:
         return [spec.sliding_window] * stage.num_layers
     kinds = layer_types[stage.start : stage.end]
     return [spec.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def input_name(stage: StageSpec, options: StageOptions) -> str:
+    """Name what makes the first layer's input, in the words of `Stage.find_bad_activation`."""
+    if stage.embedding:
+        return "the embedding"
+    return f"the cast to {options.compute_dtype.name.lower()}"
 
 
 def global_name(local_name: str, stage: StageSpec) -> str:

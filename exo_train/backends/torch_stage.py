@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ from exo_train.backends.lora import (
 )
 from exo_train.backends.memory import memory_errors_named, peak_process_bytes
 from exo_train.backends.sampling import generate_tokens
+from exo_train.backends.stage_model import input_name
+from exo_train.backends.torch_finite import all_finite, first_bad_gradient, outputs_watched
 from exo_train.backends.torch_head import head_loss, head_loss_and_gradient
 from exo_train.backends.torch_lora import DropoutSlot, LoraLinear
 from exo_train.backends.torch_model import (
@@ -40,7 +42,7 @@ from exo_train.backends.torch_model import (
     to_torch,
 )
 from exo_train.config import LoraConfig, OptimizerConfig
-from exo_train.errors import ConfigError
+from exo_train.errors import ConfigError, DoesNotFitError
 from exo_train.models.spec import ModelSpec
 from exo_train.models.tensors import TensorSource
 from exo_train.plan.stages import StageSpec
@@ -59,7 +61,9 @@ def load_stage(
 ) -> Stage:
     """Read this stage's tensors, and no others, and make it ready to train on `device`."""
     torch_device = _checked_device(device)
-    with memory_errors_named(stage, device):
+    with memory_errors_named(
+        stage, device, doing="loading", checkpointed=options.checkpoint_activations
+    ):
         model = load_base_model(
             spec,
             stage,
@@ -67,16 +71,16 @@ def load_stage(
             device=torch_device,
             dtype=TORCH_DTYPES[options.compute_dtype],
         )
-    arrays = initial_adapter(spec, stage, lora, seed=options.seed, init=options.adapter_init)
-    return TorchStage(
-        stage,
-        model,
-        arrays,
-        device=torch_device,
-        lora=lora,
-        optimizer=optimizer,
-        options=options,
-    )
+        arrays = initial_adapter(spec, stage, lora, seed=options.seed, init=options.adapter_init)
+        return TorchStage(
+            stage,
+            model,
+            arrays,
+            device=torch_device,
+            lora=lora,
+            optimizer=optimizer,
+            options=options,
+        )
 
 
 def generate(
@@ -117,6 +121,7 @@ def _checked_device(device: str) -> torch.device:
 class _Stashed:
     """A microbatch between forward and backward; the output holds the graph."""
 
+    name: str
     input_BTD: torch.Tensor
     output_BTD: torch.Tensor
     loss_grad_BTD: torch.Tensor | None
@@ -187,12 +192,13 @@ class TorchStage:
     def begin_step(self, *, step: int, loss_scale: float) -> None:
         self._step, self._loss_scale, self._loss_sum = step, loss_scale, 0.0
         self._stash.clear()
-        for value in self._adapter.values():
-            # Zeros, not None: AdamW then moves every value in every step, as MLX's does.
-            value.grad = torch.zeros_like(value)
+        with self._memory_errors_named("beginning a step"):
+            for value in self._adapter.values():
+                # Zeros, not None: AdamW then moves every value in every step, as MLX's does.
+                value.grad = torch.zeros_like(value)
 
     def forward(self, microbatch: MicrobatchInput) -> HostTensor | None:
-        with self._memory_errors_named():
+        with self._computing(f"doing the forward of {microbatch}"):
             # The first stage has no use for a gradient at its embedding.
             input_BTD = self._input(microbatch).requires_grad_(not self._stage.embedding)
             dropout = self._dropout(microbatch.row_keys)
@@ -209,6 +215,7 @@ class TorchStage:
                 )
                 self._loss_sum += loss_sum
             self._stash[microbatch.index] = _Stashed(
+                name=str(microbatch),
                 input_BTD=input_BTD,
                 output_BTD=output_BTD,
                 loss_grad_BTD=loss_grad_BTD,
@@ -217,8 +224,8 @@ class TorchStage:
             return None if self._stage.head else to_host(output_BTD, self._options.wire_dtype)
 
     def backward(self, index: int, grad_BTD: HostTensor | None) -> HostTensor | None:
-        with self._memory_errors_named():
-            stashed = self._stash.pop(index)
+        stashed = self._stash.pop(index)
+        with self._computing(f"doing the backward of {stashed.name}"):
             gradient = stashed.loss_grad_BTD
             if gradient is None:
                 assert grad_BTD is not None
@@ -231,7 +238,7 @@ class TorchStage:
             return to_host(stashed.input_BTD.grad, self._options.wire_dtype)
 
     def evaluate(self, microbatch: MicrobatchInput) -> HostTensor | float:
-        with self._memory_errors_named(), torch.no_grad():
+        with self._computing(f"evaluating {microbatch}"), torch.no_grad():
             output_BTD = self._run(self._input(microbatch), None)
             if self._stage.head:
                 return head_loss(self._model.lm_head, output_BTD, *microbatch.supervision())
@@ -241,39 +248,61 @@ class TorchStage:
         return self._loss_sum
 
     def grad_square_sum(self) -> float:
-        return sum(float(gradient.square().sum()) for gradient in self._gradients().values())
+        with self._memory_errors_named("adding up its gradients"):
+            return sum(float(gradient.square().sum()) for gradient in self._gradients().values())
+
+    def find_bad_activation(self, microbatch: MicrobatchInput, *, evaluation: bool = False) -> str:
+        with self._computing(f"looking for a bad value in {microbatch}"), torch.no_grad():
+            input_BTD = self._input(microbatch)
+            dropout = None if evaluation else self._dropout(microbatch.row_keys)
+            with outputs_watched(self._stage.layers, self._model.model.layers) as bad_layers:
+                output_BTD = self._run(input_BTD, dropout)
+            if not all_finite(input_BTD):
+                return input_name(self._stage, self._options)
+            if bad_layers:
+                return f"layer {bad_layers[0]}"
+            return "" if all_finite(output_BTD) else "the final norm"
+
+    def find_bad_gradient(self) -> str:
+        with self._memory_errors_named("looking at its gradients"):
+            return first_bad_gradient(self._gradients())
 
     def apply(self, *, learning_rate: float, grad_scale: float) -> None:
-        for gradient in self._gradients().values():
-            gradient.mul_(grad_scale)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        self._num_updates += 1
+        with self._memory_errors_named("updating its adapter"):
+            for gradient in self._gradients().values():
+                gradient.mul_(grad_scale)
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate
+            self._optimizer.step()
+            self._num_updates += 1
 
     def adapter(self) -> Arrays:
-        return {name: _numpy_copy(value) for name, value in self._adapter.items()}
+        with self._memory_errors_named("giving its adapter"):
+            return {name: _numpy_copy(value) for name, value in self._adapter.items()}
 
     def gradients(self) -> Arrays:
-        return {name: _numpy_copy(gradient) for name, gradient in self._gradients().items()}
+        with self._memory_errors_named("giving its gradients"):
+            return {name: _numpy_copy(gradient) for name, gradient in self._gradients().items()}
 
     def load_adapter(self, arrays: Mapping[str, np.ndarray]) -> None:
         chosen = select_arrays(arrays, self._shapes(), layers=self._stage.layers)
-        with torch.no_grad():
+        with self._memory_errors_named("taking an adapter"), torch.no_grad():
             for name, value in self._adapter.items():
                 value.copy_(torch.from_numpy(chosen[name]))
 
     def optimizer_state(self) -> Arrays:
         arrays: Arrays = {"step": np.array(self._num_updates, np.int64)}
-        for name, value in self._adapter.items():
-            first, second = moment_names(name)
-            arrays[first] = _numpy_copy(self._optimizer.state[value]["exp_avg"])
-            arrays[second] = _numpy_copy(self._optimizer.state[value]["exp_avg_sq"])
+        with self._memory_errors_named("giving its optimizer's state"):
+            for name, value in self._adapter.items():
+                first, second = moment_names(name)
+                arrays[first] = _numpy_copy(self._optimizer.state[value]["exp_avg"])
+                arrays[second] = _numpy_copy(self._optimizer.state[value]["exp_avg_sq"])
         return arrays
 
     def load_optimizer_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         chosen = select_moments(arrays, self._shapes(), layers=self._stage.layers)
-        self._set_moments(chosen, num_updates=int(arrays["step"]))
+        with self._memory_errors_named("taking an optimizer's state"):
+            self._set_moments(chosen, num_updates=int(arrays["step"]))
 
     def peak_memory_bytes(self) -> int:
         """Give the process' largest resident size on a CPU, the allocator's peak on CUDA.
@@ -293,7 +322,7 @@ class TorchStage:
         keyword = "cache" if "cache" in known else "past_key_values"
 
         def next_logits(unseen: list[int]) -> np.ndarray:
-            with self._memory_errors_named(), torch.no_grad():
+            with self._memory_errors_named("generating"), torch.no_grad():
                 self._slot.dropout = None
                 tokens_BT = torch.tensor([unseen], device=self._device)
                 output = decoder(tokens_BT, use_cache=True, **{keyword: cache})
@@ -301,8 +330,23 @@ class TorchStage:
 
         return next_logits
 
-    def _memory_errors_named(self) -> AbstractContextManager[None]:
-        return memory_errors_named(self._stage, str(self._device))
+    def _memory_errors_named(self, doing: str) -> AbstractContextManager[None]:
+        return memory_errors_named(
+            self._stage,
+            str(self._device),
+            doing=doing,
+            checkpointed=self._options.checkpoint_activations,
+        )
+
+    @contextmanager
+    def _computing(self, doing: str) -> Iterator[None]:
+        """Free all graphs of the step when memory runs out: it cannot be finished any more."""
+        try:
+            with self._memory_errors_named(doing):
+                yield
+        except DoesNotFitError:
+            self._stash.clear()
+            raise
 
     def _dropout(self, row_keys: tuple[int, ...]) -> Dropout | None:
         if not self._dropout_rate:

@@ -71,6 +71,11 @@ class Home:
     def runs(self) -> Path:
         return self.path / "runs"
 
+    @property
+    def replicas(self) -> Path:
+        """Where copies of other devices' runs lie, each laid out like a run's own directory."""
+        return self.path / "replicas"
+
     def identity(self) -> Identity | None:
         """Give this device's identity; None when it belongs to no cluster.
 

@@ -14,7 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from exo_train.plan.block_times import BlockMemory
-from exo_train.plan.memory import LayerCost, ModelShape, boundary_cost, pseudo_layer_costs
+from exo_train.plan.memory import (
+    NO_COPIES,
+    Copies,
+    LayerCost,
+    ModelShape,
+    boundary_cost,
+    pseudo_layer_costs,
+)
 from exo_train.plan.profiles import StageCosts
 
 MB = 1_000_000
@@ -105,12 +112,13 @@ def stage_costs(
     microbatch_size: int,
     sequence: int,
     checkpoint_activations: bool,
+    copies: Copies = NO_COPIES,
     measured: Measured | None = None,
 ) -> StageCosts:
     """Give a stage's costs on a device, from formulas and from its profile where that is more.
 
     What `measured` counts is scaled to microbatches of `microbatch_size` sequences of `sequence`
-    positions.
+    positions. `copies` lie in the computer's memory, which is not that of a graphics card.
     """
     tokens, backend, device = microbatch_size * sequence, processor.backend, processor.device
     embedding, layer, *_, head = pseudo_layer_costs(
@@ -121,16 +129,13 @@ def stage_costs(
         microbatch_tokens=tokens,
         activation_bytes=value_bytes,
         checkpoint_activations=False,
+        copies=NO_COPIES if backend == "torch" and is_gpu(backend, device) else copies,
     )
     scores_per_position = 2 * shape.num_heads * value_bytes  # for each position looked at
     memory = None
     if measured is not None:
         per_position = scores_per_position if backend == "mlx" else 0
         memory = measured.scaled(microbatch_size, sequence, scores_per_position=per_position)
-    process_bytes = processor.process_bytes or default_process_bytes(backend, device)
-    boundary = boundary_cost(
-        hidden_size=shape.hidden_size, microbatch_tokens=tokens, wire_bytes=wire_bytes
-    )
     if backend == "mlx":
         layer = _mlx_layer(layer, scores_per_position * tokens * sequence, memory)
         # Only the boundary tensors stay in flight; the head's gradient is one of them.
@@ -145,14 +150,22 @@ def stage_costs(
             layer = _checkpointed(layer, input_bytes, keeps_recomputed=on_cpu)
         wide_values = 3 * tokens * shape.intermediate_size * (value_bytes < FP32_BYTES)
         layer = _in_heap(_torch_layer(layer, wide_values, memory), factor)
+    boundary = boundary_cost(
+        hidden_size=shape.hidden_size, microbatch_tokens=tokens, wire_bytes=wire_bytes
+    )
     return StageCosts(
         embedding=embedding,
         layer=layer,
         head=_in_heap(head, factor),
-        per_stage=dataclasses.replace(
-            _in_heap(boundary, factor), static_bytes=process_bytes + library_bytes
-        ),
+        per_stage=_with_process(_in_heap(boundary, factor), processor, library_bytes),
     )
+
+
+def _with_process(boundary: LayerCost, processor: Processor, library_bytes: int) -> LayerCost:
+    process_bytes = processor.process_bytes or default_process_bytes(
+        processor.backend, processor.device
+    )
+    return dataclasses.replace(boundary, static_bytes=process_bytes + library_bytes)
 
 
 def _torch_layer(layer: LayerCost, wide_values: int, memory: BlockMemory | None) -> LayerCost:

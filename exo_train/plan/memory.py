@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 # Each trained value has an fp32 parameter, its gradient and AdamW's two moments: 4 x 4 bytes.
 ADAPTER_STATE_BYTES = 16
+# A copy of a trained value for a rewind: the fp32 parameter and AdamW's two moments: 3 x 4 bytes.
+STATE_COPY_BYTES = 12
 # The loss runs the head over this many tokens at a time; the frozen head needs no logits later.
 LOGITS_CHUNK_TOKENS = 1024
 # Quantised files keep the embedding and the head in 16 bit.
@@ -63,10 +65,13 @@ class LayerCost:
 
     `static_bytes` are there all the time, `per_microbatch_bytes` once for each microbatch in
     flight, and `workspace_bytes` only while this pseudo-layer computes: a stage needs the largest
-    of its workspaces, not their sum. `tied_bytes` are the part of the head's static bytes that
-    cost nothing on a stage that also has the embedding; `adapter_bytes` are the part that is
+    of its workspaces, not their sum. `tied_bytes` are what costs nothing on the stage
+    that has the whole model, known to its head; `adapter_bytes` are the part that is
     trained: adapters, their gradients and the optimizer's state. `computing_bytes` are the part of
     the static bytes that is no weight: what all layers of a stage need together to compute.
+    `copies_bytes` are the part that is kept for a rewind: the stage's own trained state at earlier
+    points, and a neighbour's. `tied_copies_bytes` are the part of `tied_bytes` that is a
+    neighbour's: a ring of one has none, so the head has them for all layers.
     """
 
     static_bytes: int
@@ -75,6 +80,22 @@ class LayerCost:
     tied_bytes: int = 0
     adapter_bytes: int = 0
     computing_bytes: int = 0
+    copies_bytes: int = 0
+    tied_copies_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """How many copies a stage keeps of its own trained state, and of a neighbour's.
+
+    The neighbour's stage is taken to be as large.
+    """
+
+    own: int
+    neighbours: int
+
+
+NO_COPIES = Copies(own=0, neighbours=0)
 
 
 def pseudo_layer_costs(
@@ -86,6 +107,7 @@ def pseudo_layer_costs(
     microbatch_tokens: int,
     activation_bytes: int,
     checkpoint_activations: bool,
+    copies: Copies = NO_COPIES,
 ) -> tuple[LayerCost, ...]:
     """Give the costs of embedding, decoder layers and head, in that order.
 
@@ -100,14 +122,17 @@ def pseudo_layer_costs(
     # A checkpointed layer keeps its input and recomputes the rest when its gradient comes
     # (Chen et al. 2016, arXiv:1604.06174).
     layer_input = n * shape.hidden_size * activation_bytes
-    adapter_bytes = ADAPTER_STATE_BYTES * adapter_params(
-        shape, lora_rank=lora_rank, targets=targets
-    )
+    num_values = adapter_params(shape, lora_rank=lora_rank, targets=targets)
+    adapter_bytes = ADAPTER_STATE_BYTES * num_values
+    copies_bytes = (copies.own + copies.neighbours) * STATE_COPY_BYTES * num_values
+    tied_copies_bytes = shape.num_layers * copies.neighbours * STATE_COPY_BYTES * num_values
+    weight_bytes = _rounded(decoder_params(shape) * weight_bytes_per_param)
     layer = LayerCost(
-        static_bytes=_rounded(decoder_params(shape) * weight_bytes_per_param) + adapter_bytes,
+        static_bytes=weight_bytes + adapter_bytes + copies_bytes,
         per_microbatch_bytes=layer_input if checkpoint_activations else activations,
         workspace_bytes=gradients + (activations if checkpoint_activations else 0),
         adapter_bytes=adapter_bytes,
+        copies_bytes=copies_bytes,
     )
     vocabulary = max(weight_bytes_per_param, MIN_VOCABULARY_BYTES_PER_PARAM)
     matrix_bytes = _rounded(shape.vocab_size * shape.hidden_size * vocabulary)
@@ -120,7 +145,8 @@ def pseudo_layer_costs(
         # In fp32: the softmax, the loss's gradient at it, and the logits' gradient (derived). The
         # logits themselves are gone by then.
         workspace_bytes=min(n, LOGITS_CHUNK_TOKENS) * shape.vocab_size * 3 * _FP32_BYTES,
-        tied_bytes=matrix_bytes if shape.tied_embeddings else 0,
+        tied_bytes=matrix_bytes * shape.tied_embeddings + tied_copies_bytes,
+        tied_copies_bytes=tied_copies_bytes,
     )
     return (embedding, *[layer] * shape.num_layers, head)
 

@@ -16,12 +16,14 @@ class MemoryByKind:
     """The parts of a stage's need; they add up to it.
 
     A layer's workspace and the logits' chunk are never there together, so only the larger counts
-    and the other is 0. `adapters_bytes` has gradients and the optimizer's state in it.
-    `process_bytes` are what the process takes before it holds a model.
+    and the other is 0. `adapters_bytes` has gradients and the optimizer's state in it,
+    `copies_bytes` the trained state as it was before, and a neighbour's. `process_bytes` are what
+    the process takes before it holds a model.
     """
 
     weights_bytes: int
     adapters_bytes: int
+    copies_bytes: int
     activations_bytes: int
     workspace_bytes: int
     logits_bytes: int
@@ -32,6 +34,7 @@ class MemoryByKind:
         return (
             self.weights_bytes
             + self.adapters_bytes
+            + self.copies_bytes
             + self.activations_bytes
             + self.workspace_bytes
             + self.logits_bytes
@@ -46,9 +49,12 @@ def memory_by_kind(costs: StageCosts, stage: StageSpec, *, in_flight: int) -> Me
     parts += [head] * stage.head
     adapters_bytes = sum(part.adapter_bytes for part in parts)
     computing_bytes = sum(part.computing_bytes for part in parts)
-    weights_bytes = sum(part.static_bytes for part in parts) - adapters_bytes - computing_bytes
+    copies_bytes = sum(part.copies_bytes for part in parts)
+    weights_bytes = sum(part.static_bytes for part in parts)
+    weights_bytes -= adapters_bytes + computing_bytes + copies_bytes
     if stage.embedding and stage.head:
-        weights_bytes -= head.tied_bytes
+        weights_bytes -= head.tied_bytes - head.tied_copies_bytes
+        copies_bytes -= head.tied_copies_bytes
     logits_bytes = head.workspace_bytes if stage.head else 0
     workspace_bytes = max(
         (part.workspace_bytes for part in parts[: len(parts) - stage.head]), default=0
@@ -61,6 +67,7 @@ def memory_by_kind(costs: StageCosts, stage: StageSpec, *, in_flight: int) -> Me
     return MemoryByKind(
         weights_bytes=weights_bytes,
         adapters_bytes=adapters_bytes,
+        copies_bytes=copies_bytes,
         activations_bytes=in_flight * per_microbatch_bytes,
         workspace_bytes=computing_bytes + workspace_bytes + extra.workspace_bytes,
         logits_bytes=logits_bytes,

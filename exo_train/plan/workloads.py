@@ -9,8 +9,16 @@ import dataclasses
 
 from exo_train.config import TrainConfig
 from exo_train.plan.device_memory import Measured, Processor, stage_costs
-from exo_train.plan.memory import ModelShape, boundary_cost, pseudo_layer_costs
+from exo_train.plan.memory import Copies, ModelShape, boundary_cost, pseudo_layer_costs
 from exo_train.plan.profiles import StageCosts, Workload
+
+# At the last point that all ranks are known to have reached, and at the one that they are about to.
+POINTS_KEPT = 2
+
+
+def run_copies(config: TrainConfig) -> Copies:
+    """Give the copies of trained state that a stage keeps, in a ring of several."""
+    return Copies(own=POINTS_KEPT, neighbours=0 if config.shadow == "off" else POINTS_KEPT)
 
 
 def run_workload(
@@ -40,6 +48,7 @@ def run_workload(
             microbatch_tokens=tokens,
             activation_bytes=value_bytes,
             checkpoint_activations=config.checkpoint_activations,
+            copies=run_copies(config),
         ),
         boundary_bytes=tokens * shape.hidden_size * value_bytes,
         num_microbatches=-(-config.batch_size // microbatch_size),
@@ -79,5 +88,6 @@ def run_stage_costs(
         microbatch_size=microbatch_size,
         sequence=sequence,
         checkpoint_activations=config.checkpoint_activations,
+        copies=run_copies(config),
         measured=measured,
     )

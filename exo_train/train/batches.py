@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -79,6 +79,11 @@ class BatchPlan:
     examples: tuple[Example, ...]
     batch_size: int
     seed: int
+    _first: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        first = _heaviest(self.examples, self.batch_size, seed=self.seed) if self.examples else 0
+        object.__setattr__(self, "_first", first)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -94,8 +99,14 @@ class BatchPlan:
         )
 
     def batch_for_step(self, step: int) -> StepBatch:
-        """Give the rows of `step` (from 0); an epoch's last batch may be short."""
+        """Give the rows of `step` (from 0); an epoch's last batch may be short.
+
+        The run's first step has the longest row: where memory does not do for it, it shows at
+        once, not after hours. The batch whose turn it was comes in that one's place.
+        """
         epoch, index = divmod(step, self.steps_per_epoch)
+        if epoch == 0 and index in (0, self._first):
+            index = self._first - index
         order = plan_epoch(len(self.examples), seed=self.seed, epoch=epoch)
         keys = order[index * self.batch_size : (index + 1) * self.batch_size]
         examples = tuple(self.examples[key] for key in keys)
@@ -141,6 +152,19 @@ def split_validation(
 def choose_microbatch_size(batch_size: int, *, num_stages: int) -> int:
     """Give the largest size that still makes enough microbatches to fill the pipeline."""
     return max(1, batch_size // (MICROBATCHES_PER_STAGE * num_stages))
+
+
+def _heaviest(examples: Sequence[Example], batch_size: int, *, seed: int) -> int:
+    """Give the batch of the first epoch with the longest row, and of those the largest.
+
+    What memory a step needs depends on its longest rows, however it is cut into microbatches.
+    """
+    lengths = np.fromiter((len(example.tokens) for example in examples), np.int64, len(examples))
+    order = np.array(plan_epoch(len(examples), seed=seed, epoch=0))
+    starts = range(0, len(examples), batch_size)
+    longest = np.maximum.reduceat(lengths[order], starts)
+    totals = np.add.reduceat(lengths[order], starts)
+    return int(np.lexsort((-np.arange(len(starts)), totals, longest))[-1])
 
 
 def split_microbatches(

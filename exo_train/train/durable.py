@@ -5,6 +5,7 @@ Owns temp + fsync + rename and the words for what the disk refuses. Must not kno
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -18,11 +19,24 @@ _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
+class DiskError(ConfigError):
+    """A disk does not take a file; `obstacle` says why, to follow "the disk of NAME"."""
+
+    def __init__(self, message: str, *, obstacle: str = "") -> None:
+        super().__init__(message)
+        self.obstacle = obstacle or f"has an obstacle: {message}"
+
+
 def write_durable(path: Path, data: bytes) -> None:
     """Replace `path` by `data`; after a crash it holds the old bytes or the new ones."""
     temp = path.with_name(f".{path.name}.tmp")
-    write_synced(temp, data)
-    os.replace(temp, path)
+    try:
+        write_synced(temp, data)
+        os.replace(temp, path)
+    except OSError:
+        with contextlib.suppress(OSError):  # what a full disk took of it is needed elsewhere
+            temp.unlink()
+        raise
     sync_directory(path.parent)
 
 
@@ -32,6 +46,18 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def append_whole(path: Path, data: bytes) -> None:
+    """Add `data` and hand it to the system, all of it or nothing: it may be tried again."""
+    before_bytes = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab") as file:
+            file.write(data)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(path, before_bytes)
+        raise
 
 
 def sync_directory(path: Path) -> None:
@@ -51,18 +77,36 @@ def disk_errors(what: str, place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"cannot write {what} in {place}: {_reason(error, place)}") from None
+        raise DiskError(
+            f"cannot write {what} in {place}: {_reason(error, place)}",
+            obstacle=_obstacle(error, what, place),
+        ) from None
 
 
-def require_free_bytes(directory: Path, *, needed_bytes: int, what: str) -> None:
-    """Refuse before the run when the disk that holds `directory` has too little space."""
+def require_free_bytes(
+    directory: Path,
+    *,
+    needed_bytes: int,
+    what: str,
+    remedy: str = "free some space or choose another --run-dir",
+) -> None:
+    """Refuse when the disk that holds `directory`, made or not, has too little space.
+
+    Raises DiskError.
+    """
     with disk_errors(what, directory):
-        free_bytes = shutil.disk_usage(directory).free
+        free_bytes = shutil.disk_usage(_existing(directory)).free
     if free_bytes < needed_bytes:
-        raise ConfigError(
-            f"{what} need {_mb(needed_bytes)} in {directory}, the disk has {_mb(free_bytes)} free; "
-            "free some space or choose another --run-dir"
+        measured = f"{what} needs {_mb(needed_bytes)} in {directory}"
+        raise DiskError(
+            f"{measured}, the disk has {_mb(free_bytes)} free; {remedy}",
+            obstacle=f"is full: {measured}, {_mb(free_bytes)} free",
         )
+
+
+def _existing(directory: Path) -> Path:
+    """Give the nearest folder that is there: its disk will hold `directory`."""
+    return next(path for path in (directory, *directory.absolute().parents) if path.exists())
 
 
 def _reason(error: OSError, place: Path) -> str:
@@ -71,6 +115,14 @@ def _reason(error: OSError, place: Path) -> str:
     if error.errno in _FORBIDDEN:
         return "the folder is read-only for this user; choose another --run-dir"
     return f"{error.strerror or error}; choose another --run-dir"
+
+
+def _obstacle(error: OSError, what: str, place: Path) -> str:
+    if error.errno in _FULL:
+        return f"is full: {what} does not fit in {place}, {_free(place)} free"
+    if error.errno in _FORBIDDEN:
+        return f"is read-only for this user: {what} cannot be written in {place}"
+    return f"does not take {what} in {place} ({error.strerror or error})"
 
 
 def _free(place: Path) -> str:

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 from exo_train.backends.base import MicrobatchInput, Stage
 from exo_train.plan.schedule import build_schedule
+from exo_train.train.blame import Watch
 from exo_train.transport.base import Link, Tag
 from exo_train.wire.tensor import HostTensor
 
@@ -34,7 +35,8 @@ class StepOutcome:
 
     `busy_s` is computing only: neither waiting for a tensor nor for room to send one. `period_s`
     is the mean time between the ends of backwards (0: fewer than two). `sent_bytes` are those of
-    the tensors, as the wire dtype stores them.
+    the tensors, as the wire dtype stores them. `trouble` is the first place on this rank where a
+    number is not finite, in words: "activation after layer 12, microbatch 3".
     """
 
     loss_sum: float
@@ -43,6 +45,7 @@ class StepOutcome:
     step_s: float
     sent_bytes: int
     period_s: float = 0.0
+    trouble: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +64,13 @@ class StageExecutor:
     clock_s: Callable[[], float] = time.perf_counter
     boundaries: dict[str, HostTensor] = field(default_factory=dict)
     _busy_s: float = 0.0
+    _watch: Watch = field(init=False)
+
+    def __post_init__(self) -> None:
+        below, above = (
+            "" if link is None else link.identity.peer for link in (self.below, self.above)
+        )
+        self._watch = Watch(stage=self.stage, below=below, above=above)
 
     def run_step(
         self, step: int, inputs: Sequence[MicrobatchInput], *, loss_scale: float
@@ -72,6 +82,7 @@ class StageExecutor:
         started_s, sent_before = self.clock_s(), self._sent_bytes()
         self._busy_s = 0.0
         self.boundaries.clear()
+        self._watch.begin()
         self.stage.begin_step(step=step, loss_scale=loss_scale)
         backwards_ended_s = []
         for action in schedule[self.rank]:
@@ -79,13 +90,16 @@ class StageExecutor:
                 self._forward(step, inputs[action.microbatch])
             else:
                 backwards_ended_s.append(self._backward(step, action.microbatch))
+        grad_square_sum = self.stage.grad_square_sum()
+        self._watch.after_step(grad_square_sum)
         return StepOutcome(
             loss_sum=self.stage.loss_sum(),
-            grad_square_sum=self.stage.grad_square_sum(),
+            grad_square_sum=grad_square_sum,
             busy_s=self._busy_s,
             step_s=self.clock_s() - started_s,
             sent_bytes=self._sent_bytes() - sent_before,
             period_s=_mean_interval_s(backwards_ended_s),
+            trouble=self._watch.trouble,
         )
 
     def run_evaluation(self, step: int, inputs: Sequence[MicrobatchInput]) -> StepOutcome:
@@ -93,9 +107,12 @@ class StageExecutor:
         started_s, sent_before = self.clock_s(), self._sent_bytes()
         self._busy_s = 0.0
         loss_sum = 0.0
+        self._watch.begin()
         for microbatch in inputs:
             tag = Tag(step, EVALUATION_MICROBATCH_BASE + microbatch.index)
-            output = self._timed(self.stage.evaluate, self._with_hidden(microbatch, tag))
+            given = self._with_hidden(microbatch, tag)
+            output = self._timed(self.stage.evaluate, given)
+            self._timed(self._watch.after_evaluation, given, output)
             if self.above is not None:
                 assert isinstance(output, HostTensor)
                 self.above.send(tag, output)
@@ -108,11 +125,14 @@ class StageExecutor:
             busy_s=self._busy_s,
             step_s=self.clock_s() - started_s,
             sent_bytes=self._sent_bytes() - sent_before,
+            trouble=self._watch.trouble,
         )
 
     def _forward(self, step: int, microbatch: MicrobatchInput) -> None:
         tag = Tag(step, microbatch.index)
-        output = self._timed(self.stage.forward, self._with_hidden(microbatch, tag))
+        given = self._with_hidden(microbatch, tag)
+        output = self._timed(self.stage.forward, given)
+        self._timed(self._watch.after_forward, given, output)
         if self.above is not None:
             assert output is not None
             self._send(self.above, tag, output, "activation")
@@ -127,6 +147,7 @@ class StageExecutor:
             gradient = self.above.wait_recv(tag, timeout_s=self.timeout_s)
             self.on_phase(f"step {step}: computing")
         result = self._timed(self.stage.backward, index, gradient)
+        self._timed(self._watch.after_backward, index, gradient, result)
         ended_s = self.clock_s()
         if self.below is not None:
             assert result is not None

@@ -2,6 +2,7 @@
 
 Owns what a run does and in which order. Must not know devices or messages: the Ring has those.
 A step is a transaction: all ranks report, all numbers are finite, then all commit or all drop.
+When a rank is lost, the run goes back to the newest state that is whole and does it again.
 """
 
 from __future__ import annotations
@@ -9,34 +10,48 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from exo_train.backends.base import Arrays
 from exo_train.config import TrainConfig
 from exo_train.errors import ExoTrainError, InterruptedRunError, NumericsError
 from exo_train.plan.drift import Drift
+from exo_train.plan.history import StepId, newest_whole
 from exo_train.plan.prediction import Prediction
 from exo_train.train.batches import (
     BatchPlan,
     Microbatch,
     StepBatch,
-    evaluation_batches,
     split_microbatches,
 )
+from exo_train.train.blame import name_trouble
 from exo_train.train.chat import Example
-from exo_train.train.checkpoint import Checkpoint, prune, save_checkpoint
+from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
+from exo_train.train.disk_pause import DiskPause
+from exo_train.train.evaluation import held_out_loss
 from exo_train.train.learning_rate import learning_rate_at
-from exo_train.train.metrics import RankMetrics, StepMetrics, Throughput
+from exo_train.train.metrics import StepMetrics
+from exo_train.train.progress import Interruption, Progress
 from exo_train.train.reckoning import Reckoning, drift_sentence
-from exo_train.train.ring import Ring
+from exo_train.train.regrouping import (
+    Known,
+    NoRegrouping,
+    Regrouped,
+    Regrouping,
+    Restored,
+    from_checkpoint,
+)
+from exo_train.train.ring import START, Ring, is_adapter
 from exo_train.train.rundir import RunDir
+from exo_train.train.saving import Saver, SaveTimer
+from exo_train.train.shadowing import Shadowing
+from exo_train.train.step_metrics import step_metrics
 from exo_train.wire.pb import control_pb2 as pb
 
 MAX_DROPPED_IN_A_ROW = 3
-KEPT_CHECKPOINTS = 3
-EVALUATION_BATCH_SIZE = 16
+# Whoever stops a run waits for a step that ends within so long; a longer one is dropped.
+STOP_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,35 +72,8 @@ class Watcher:
     wants_stop: Callable[[], bool] = lambda: False
 
 
-@dataclass(slots=True)
-class Progress:
-    """What the run has come to; survives an error, so that what there is can be written down."""
-
-    step: int = 0  # the last committed one
-    saved_step: int = 0
-    dropped_in_a_row: int = 0
-    num_dropped: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    train_losses: list[tuple[int, float]] = field(default_factory=list)
-    held_out_losses: list[tuple[int, float]] = field(default_factory=list)
-    # Since this start only: a resumed run may have other devices.
-    busy_s: list[float] = field(default_factory=list)
-    seconds_here: float = 0.0
-    peak_memory_bytes: list[int] = field(default_factory=list)
-    throughput: Throughput = field(default_factory=Throughput)
-    reckoning: Reckoning = field(default_factory=Reckoning)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
-
-    def busy_share(self, rank: int) -> float:
-        return self.busy_s[rank] / self.seconds_here if self.seconds_here > 0 else 0.0
-
-
 class Trainer:
-    """One run over one ring."""
+    """One run over one ring, which may be formed anew meanwhile."""
 
     def __init__(
         self,
@@ -95,67 +83,94 @@ class Trainer:
         run_dir: RunDir,
         *,
         num_steps: int,
+        identity: dict[str, Any],
         watcher: Watcher,
-        state: dict[str, Any],
+        saver: Saver,
+        timer: SaveTimer,
+        pause: DiskPause,
+        regrouping: Regrouping | None = None,
         prediction: Prediction | None = None,
         advise: Callable[[Drift], str] | None = None,
         clock_s: Callable[[], float] = time.perf_counter,
     ) -> None:
         assert prediction is None or len(prediction.ranks) == len(ring.plan.ranks)
-        self.progress = Progress(reckoning=Reckoning(prediction))
+        self.progress = Progress()
+        self.progress.in_new_ring(len(ring.plan.ranks), Reckoning(prediction))
         self._ring = ring
         self._config = config
         self._data = data
         self._run_dir = run_dir
         self._num_steps = num_steps
+        self._identity = identity  # goes into every checkpoint, to be compared on resume
         self._watcher = watcher
+        self._saver = saver
+        self._timer = timer
+        self._pause = pause
+        self._regrouping = regrouping or NoRegrouping()
         self._advise = advise
         self._clock_s = clock_s
-        self._state = state  # goes into every checkpoint, to be compared on resume
-        self._microbatch_size = ring.plan.microbatch_size
-        self._verified: set[Path] = set()  # checkpoints that this run wrote and read back
+        self._shadowing = Shadowing(config.shadow, on_note=watcher.on_note)
+        self._at = START
+        self._step_s = 0.0  # what a step takes now
+        self._since_s: float | None = None  # when the interruption began that is not over yet
 
     def run(self, resumed: Checkpoint | None = None) -> None:
         """Train to the last step; raises InterruptedRunError with everything saved."""
-        progress = self.progress
-        progress.busy_s = [0.0] * len(self._ring.plan.ranks)
-        progress.peak_memory_bytes = [0] * len(self._ring.plan.ranks)
+        todo: Callable[[], None] | None = self._next_task
         if resumed is not None:
-            self._restore(resumed)
-        else:
-            self._evaluate()
-        if not all(math.isfinite(loss) for _, loss in progress.held_out_losses[:1]):
-            raise NumericsError(
-                "the held-out loss is not finite before any training: the model's files are "
-                "damaged, or --dtype cannot hold its numbers; try --dtype fp32"
-            )
-        for step in range(progress.step + 1, self._num_steps + 1):
-            self._stop_if_wanted()
-            self._train_step(step)
-            if step == self._num_steps:
-                break  # measured and saved below, in this order: the state has the last loss
-            if self._config.eval_every and step % self._config.eval_every == 0:
-                self._evaluate()
-            if self._config.save_every and step % self._config.save_every == 0:
-                self._save()
-        self._evaluate()
-        self._save()
+            todo = self._task_of_resuming(resumed)
+        while todo is not None:
+            try:
+                todo()
+                todo = self._next_task if not self._is_done() else None
+            except InterruptedRunError:
+                raise
+            except ExoTrainError as error:
+                self._form_anew(error)
+                todo = self._next_task
         self._tell_reckoning()
-        if progress.num_dropped == self._num_steps:
+        if self.progress.totals.num_dropped == self._num_steps:
             raise NumericsError("no step was finite: nothing was trained")
+
+    def _is_done(self) -> bool:
+        is_last = self.progress.step == self._num_steps
+        return is_last and not (self._evaluation_is_due() or self._save_is_due())
+
+    def _next_task(self) -> None:
+        """Do one thing; after it the run can go on from where it is, whatever happens."""
+        self._stop_if_wanted()
+        progress = self.progress
+        if self._evaluation_is_due():  # before saving: the state has the loss
+            self._evaluate()
+        elif self._save_is_due():
+            self._save()
+        elif reason := self._regrouping.wanted(
+            steps_left=self._num_steps - progress.step, step_s=self._step_s
+        ):
+            self._form_anew(reason)
+        else:
+            self._train_step(progress.step + 1)
+
+    def _evaluation_is_due(self) -> bool:
+        step, every = self.progress.step, self._config.eval_every
+        measured = any(at == step for at, _ in self.progress.held_out_losses)
+        wanted = step in (0, self._num_steps) or (every and step % every == 0)
+        return bool(wanted and not measured and self._data.held_out)
+
+    def _save_is_due(self) -> bool:
+        step = self.progress.step
+        if not step or step == self.progress.saved_step:
+            return False
+        return step == self._num_steps or self._timer.is_due(step)
 
     def _stop_if_wanted(self) -> None:
         if self._watcher.wants_stop():
-            if self.progress.step:
+            if self.progress.step and self.progress.saved_step != self.progress.step:
                 self._save()
             self._tell_reckoning()
             raise InterruptedRunError(
                 f"stopped after step {self.progress.step} of {self._num_steps}"
             )
-
-    def adapter(self) -> Arrays:
-        """Collect the adapter of all layers from all ranks."""
-        return merge(self._ring.collect(pb.ADAPTER))
 
     def _train_step(self, step: int) -> None:
         started_s = self._clock_s()
@@ -163,24 +178,22 @@ class Trainer:
         batch = self._data.batches.batch_for_step(step - 1)
         microbatches = self._microbatches(batch)
         supervised = batch.num_supervised_tokens
-        reports = self._ring.run_step(
-            step,
-            microbatches,
-            # Normalised once, by the tokens of the whole step: never a mean of means.
-            loss_scale=1.0 / supervised,
-            timeout_s=config.step_timeout_s,
-        )
+        try:
+            reports = self._ring.run_step(
+                step,
+                microbatches,
+                # Normalised once, by the tokens of the whole step: never a mean of means.
+                loss_scale=1.0 / supervised,
+                timeout_s=config.step_timeout_s,
+                may_stop=lambda: self._step_s - (self._clock_s() - started_s) > STOP_PATIENCE_S,
+            )
+        except InterruptedRunError:
+            self._stop_within_step(step)
         loss = reports[-1].loss_sum / supervised
         grad_norm = math.sqrt(math.fsum(report.grad_square_sum for report in reports))
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        learning_rate = learning_rate_at(
-            step - 1,
-            total_updates=self._num_steps,
-            peak=config.learning_rate,
-            schedule=config.lr_schedule,
-            warmup_steps=config.warmup_steps,
-            min_ratio=config.min_lr_ratio,
-        )
+        learning_rate = self._learning_rate(step)
+        self._shadowing.before_commit(self._ring, step_s=self._step_s)
         self._ring.commit(
             step,
             apply=finite,
@@ -188,89 +201,66 @@ class Trainer:
             grad_scale=clip_scale(grad_norm, config.max_grad_norm) if finite else 0.0,
             timeout_s=config.step_timeout_s,
         )
-        step_s = self._clock_s() - started_s
-        self._record(step, batch, microbatches, loss, learning_rate, grad_norm, step_s, reports)
-        self._count_dropped(step, finite, loss, grad_norm, reports)
-
-    def _record(
-        self,
-        step: int,
-        batch: StepBatch,
-        microbatches: Sequence[Microbatch],
-        loss: float,
-        learning_rate: float,
-        grad_norm: float,
-        step_s: float,
-        reports: Sequence[pb.StepReport],
-    ) -> None:
-        progress = self.progress
-        progress.step = step
-        progress.tokens += batch.num_tokens
-        progress.seconds += step_s
-        progress.seconds_here += step_s
-        progress.train_losses.append((step, loss))
-        progress.throughput = progress.throughput.after_step(tokens=batch.num_tokens, step_s=step_s)
-        ranks = []
-        for index, (rank, report) in enumerate(zip(self._ring.plan.ranks, reports, strict=True)):
-            progress.busy_s[index] += report.busy_s
-            peak = max(progress.peak_memory_bytes[index], report.peak_memory_bytes)
-            progress.peak_memory_bytes[index] = peak
-            ranks.append(
-                RankMetrics(
-                    rank=index,
-                    name=rank.name,
-                    busy_s=report.busy_s,
-                    bubble_fraction=max(0.0, 1.0 - report.busy_s / step_s),
-                    sent_bytes=report.sent_bytes,
-                    peak_memory_bytes=report.peak_memory_bytes,
-                )
-            )
-        metrics = StepMetrics(
+        self._at = StepId(generation=self._ring.plan.generation, step=step)
+        self._step_s = self._clock_s() - started_s
+        self._ring.be_patient(self._step_s)
+        metrics = step_metrics(
+            self._ring.plan,
+            reports,
             step=step,
             epoch=step / self._data.batches.steps_per_epoch,
             loss=loss,
             lr=learning_rate,
             grad_norm=grad_norm,
             tokens=batch.num_tokens,
-            supervised_tokens=batch.num_supervised_tokens,
+            supervised_tokens=supervised,
             positions=sum(microbatch.tokens_BT.size for microbatch in microbatches),
-            tokens_per_s=batch.num_tokens / step_s,
-            step_s=step_s,
-            period_s=reports[0].period_s,
-            generation=self._ring.plan.generation,
-            ranks=tuple(ranks),
+            step_s=self._step_s,
         )
-        self._run_dir.append_metrics(metrics)
-        left = self._num_steps - step
-        self._watcher.on_step(metrics, progress.throughput.remaining_s(num_steps_left=left))
-        drift = progress.reckoning.after_step(metrics, num_microbatches=len(microbatches))
-        if drift is not None:
-            self._tell_drift(step, drift)
+        self._record(metrics, finite=finite, num_microbatches=len(microbatches))
+        self._shadowing.after_commit(self._ring, self._at, step_s=self._step_s)
+        if not finite:
+            self._tell_dropped(metrics, reports)
 
-    def _count_dropped(
-        self,
-        step: int,
-        finite: bool,
-        loss: float,
-        grad_norm: float,
-        reports: Sequence[pb.StepReport],
-    ) -> None:
-        """Stop a run whose numbers stay bad; the adapter is still that of the last good step."""
-        progress = self.progress
-        if finite:
-            progress.dropped_in_a_row = 0
-            return
-        progress.dropped_in_a_row += 1
-        progress.num_dropped += 1
-        bad = [
-            rank.name
-            for rank, report in zip(self._ring.plan.ranks, reports, strict=True)
-            if not math.isfinite(report.grad_square_sum) or not math.isfinite(report.loss_sum)
-        ]
-        sentence = (
-            f"step {step}: loss {loss}, gradient norm {grad_norm}; not finite on {', '.join(bad)}"
+    def _learning_rate(self, step: int) -> float:
+        config = self._config
+        return learning_rate_at(
+            step - 1,
+            total_updates=self._num_steps,
+            peak=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_steps=config.warmup_steps,
+            min_ratio=config.min_lr_ratio,
         )
-        if progress.dropped_in_a_row >= MAX_DROPPED_IN_A_ROW:
+
+    def _record(self, metrics: StepMetrics, *, finite: bool, num_microbatches: int) -> None:
+        progress = self.progress
+        progress.after_step(metrics, finite=finite)
+        if self._since_s is not None:
+            seconds = self._clock_s() - self._since_s
+            self._since_s = None
+            progress.interruptions[-1] = replace(progress.interruptions[-1], seconds=seconds)
+        self._pause.pausing(lambda: self._run_dir.append_metrics(metrics))
+        left = self._num_steps - metrics.step
+        remaining_s = progress.throughput.remaining_s(num_steps_left=left)
+        self._watcher.on_step(metrics, remaining_s)
+        drift = progress.reckoning.after_step(metrics, num_microbatches=num_microbatches)
+        if drift is not None:
+            self._tell_drift(metrics.step, drift)
+
+    def _tell_dropped(self, metrics: StepMetrics, reports: Sequence[pb.StepReport]) -> None:
+        """Stop a run whose numbers stay bad; the adapter is still that of the last good step."""
+        where = name_trouble(
+            [rank.name for rank in self._ring.plan.ranks],
+            [report.trouble for report in reports],
+            loss_sums=[report.loss_sum for report in reports],
+            grad_square_sums=[report.grad_square_sum for report in reports],
+        )
+        sentence = (
+            f"step {metrics.step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}; "
+            f"first not finite: {where}"
+        )
+        if self.progress.totals.dropped_in_a_row >= MAX_DROPPED_IN_A_ROW:
             self._save()
             raise NumericsError(
                 f"{sentence}; {MAX_DROPPED_IN_A_ROW} steps in a row were dropped; start a new run "
@@ -292,75 +282,107 @@ class Trainer:
             self._watcher.on_note(said)
 
     def _evaluate(self) -> None:
-        """Measure the held-out loss; it is normalised by all its supervised tokens."""
-        batches = evaluation_batches(self._data.held_out, batch_size=EVALUATION_BATCH_SIZE)
-        measured = [step for step, _ in self.progress.held_out_losses]
-        if not batches or self.progress.step in measured:
-            return
-        microbatches = [
-            replace(microbatch, index=index)
-            for index, microbatch in enumerate(
-                microbatch for batch in batches for microbatch in self._microbatches(batch)
+        step = self.progress.step
+        loss = held_out_loss(self._ring, self._data.held_out, step=step, config=self._config)
+        self.progress.held_out_losses.append((step, loss))
+        self._watcher.on_evaluation(step, loss)
+        if step == 0 and not math.isfinite(loss):
+            raise NumericsError(
+                "the held-out loss is not finite before any training: the model's files are "
+                "damaged, or --dtype cannot hold its numbers; try --dtype fp32"
             )
-        ]
-        reports = self._ring.run_step(
-            self.progress.step,
-            microbatches,
-            loss_scale=1.0,
-            evaluation=True,
-            timeout_s=self._config.step_timeout_s * max(1, len(batches)),
-        )
-        supervised = sum(batch.num_supervised_tokens for batch in batches)
-        loss = reports[-1].loss_sum / supervised
-        self.progress.held_out_losses.append((self.progress.step, loss))
-        self._watcher.on_evaluation(self.progress.step, loss)
 
     def _save(self) -> None:
+        self._keep(self._ring.collect_state())
+
+    def _keep(self, state: Arrays) -> None:
+        """Write the checkpoint of the step that the run is at."""
         progress = self.progress
-        if progress.saved_step == progress.step:
-            return
-        state = self._state | {
-            "tokens": progress.tokens,
-            "seconds": progress.seconds,
-            "held_out_losses": [
-                [step, loss if math.isfinite(loss) else None]
-                for step, loss in progress.held_out_losses
-            ],
-        }
-        saved = save_checkpoint(
-            self._run_dir.path,
-            step=progress.step,
-            adapter=self.adapter(),
-            optimizer=merge(self._ring.collect(pb.OPTIMIZER)),
-            state=state,
+        held_out = dict(progress.held_out_losses)
+        self._saver.save(
+            progress.step,
+            {name: a for name, a in state.items() if is_adapter(name)},
+            {name: a for name, a in state.items() if not is_adapter(name)},
+            self._identity | progress.to_state(),
+            held_out.get(progress.step),
         )
         progress.saved_step = progress.step
-        self._verified.add(saved)
-        prune(self._run_dir.path, keep=KEPT_CHECKPOINTS, verified=self._verified)
+        self._timer.saved()
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        """Put a checkpoint's state on the ranks and go on after its step."""
-        self._ring.store(pb.ADAPTER, checkpoint.adapter)
-        self._ring.store(pb.OPTIMIZER, checkpoint.optimizer)
-        progress = self.progress
-        progress.step = progress.saved_step = checkpoint.step
-        progress.tokens = int(checkpoint.state["tokens"])
-        progress.seconds = float(checkpoint.state["seconds"])
-        progress.held_out_losses = [
-            (int(step), math.nan if loss is None else float(loss))
-            for step, loss in checkpoint.state["held_out_losses"]
-        ]
+    def _stop_within_step(self, step: int) -> None:
+        """End a long step that is half done; the state is that of the step before."""
+        holdings = self._ring.rewind(self._ring.plan.generation + 1)
+        at = newest_whole(holdings, num_layers=self._ring.plan.num_layers, up_to=self._at)
+        if at is not None and at == self._at and self.progress.saved_step != at.step:
+            self._keep(self._ring.collect_held(at))
+        self._tell_reckoning()
+        raise InterruptedRunError(f"stopped in step {step} of {self._num_steps}, which is dropped")
+
+    def _task_of_resuming(self, checkpoint: Checkpoint) -> Callable[[], None]:
         self._run_dir.rewind_metrics(last_step=checkpoint.step)
-        progress.train_losses = [
-            (row["step"], row["loss"])
-            for row in self._run_dir.read_metrics()
-            if row["loss"] is not None
-        ]
+        self._go_back(from_checkpoint(checkpoint, generation=0))
+        state = {**checkpoint.adapter, **checkpoint.optimizer}
+
+        def restore() -> None:
+            self._ring.store_state(state)
+            self._shadowing.begin(self._ring, self._at, state)
+
+        return restore
+
+    def _form_anew(self, reason: ExoTrainError | str) -> None:
+        """Have the ring formed anew and go on after the step that all of it can go back to."""
+        if self._since_s is None:
+            self._since_s = self._clock_s()
+        step_before = self.progress.step
+        known = Known(
+            up_to=self._at,
+            held=self._shadowing.held,
+            newest_checkpoint=lambda: newest_checkpoint(
+                self._run_dir.path, say=self._watcher.on_note
+            ),
+        )
+
+        def pause(restored: Restored) -> None:
+            self._go_back(restored)
+            if restored.at.step and self.progress.saved_step != restored.at.step:
+                self._keep(restored.state)
+
+        done = self._regrouping.form_anew(reason, known, on_pause=pause)
+        self._go_back(done.restored)
+        self._enter(done, str(reason), steps_lost=step_before - done.restored.at.step)
+
+    def _go_back(self, restored: Restored) -> None:
+        step, progress = restored.at.step, self.progress
+        if restored.checkpoint is not None and not progress.has_totals(step):
+            rows = self._run_dir.read_metrics()
+            losses = [(r["step"], r["loss"]) for r in rows if r["loss"] is not None]
+            progress.restore(step, restored.checkpoint.state, losses)
+        progress.go_back(step)
+        if restored.checkpoint is not None:
+            progress.saved_step = step
+        self._at = restored.at
+
+    def _enter(self, done: Regrouped, reason: str, *, steps_lost: int) -> None:
+        """Go on in the new ring."""
+        plan, step = self._ring.plan, self.progress.step
+        self._pause.pausing(lambda: self._run_dir.rewind_metrics(last_step=step))
+        self._pause.pausing(lambda: self._run_dir.write_plan(plan.to_json()))
+        self.progress.in_new_ring(len(plan.ranks), Reckoning(done.prediction))
+        self._advise = done.advise
+        self._shadowing.begin(self._ring, done.restored.at, done.restored.state)
+        self.progress.interruptions.append(
+            Interruption(
+                step=step, reason=reason, lost=done.lost, joined=done.joined, steps_lost=steps_lost
+            )
+        )
+        devices = ", ".join(rank.name for rank in plan.ranks)
+        again = f"; {steps_lost} committed steps are done again" if steps_lost > 0 else ""
+        self._watcher.on_note(f"the run goes on after step {step} with {devices}{again}")
 
     def _microbatches(self, batch: StepBatch) -> list[Microbatch]:
         return split_microbatches(
             batch,
-            microbatch_size=self._microbatch_size,
+            microbatch_size=self._ring.plan.microbatch_size,
             max_seq_length=self._config.max_seq_length,
         )
 

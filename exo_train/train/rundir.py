@@ -20,9 +20,10 @@ import yaml
 
 from exo_train.errors import ConfigError
 from exo_train.shell import command_line
-from exo_train.train.durable import disk_errors, write_durable
+from exo_train.train.durable import append_whole, disk_errors, write_durable
 from exo_train.train.loss_plot import Points, draw_loss
 from exo_train.train.metrics import StepMetrics, finite_or_none
+from exo_train.train.progress import Interruption
 
 SUMMARY_SCHEMA = 1
 
@@ -55,7 +56,8 @@ class Summary:
     """What scripts read after a run; `adapters` are paths relative to the run directory.
 
     `prediction` sets what the plan promised beside what came, or is None without a promise. It
-    covers this start only: a resumed run may have other devices and another plan.
+    covers the last ring only: there may have been others, each with a plan. `interruptions` are
+    the times at which this start's ring was formed anew.
     """
 
     status: str
@@ -71,12 +73,14 @@ class Summary:
     peft_adapter: str | None
     mlx_adapter: str | None
     prediction: dict[str, Any] | None = None
+    interruptions: tuple[Interruption, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Give plain values under the published keys; NaN and infinities become null."""
         plain = dataclasses.asdict(self)
         adapters = {"peft": plain.pop("peft_adapter"), "mlx": plain.pop("mlx_adapter")}
         prediction = plain.pop("prediction")
+        interruptions = [finite_or_none(each) for each in plain.pop("interruptions")]
         devices = [
             finite_or_none(device | {"bubble_fraction": max(0.0, 1 - device["busy_share"])})
             | {"layers": list(device["layers"])}
@@ -88,6 +92,7 @@ class Summary:
             "devices": devices,
             "adapters": adapters,
             "prediction": prediction,
+            "interruptions": interruptions,
         }
 
 
@@ -155,11 +160,8 @@ class RunDir:
     def append_metrics(self, metrics: StepMetrics) -> None:
         """Add one line and hand it to the system at once, so that a tail -f sees it."""
         line = json.dumps(metrics.to_dict(), ensure_ascii=False, allow_nan=False)
-        with (
-            disk_errors(METRICS_FILE, self.path),
-            (self.path / METRICS_FILE).open("a", encoding="utf-8", newline="\n") as file,
-        ):
-            file.write(line + "\n")
+        with disk_errors(METRICS_FILE, self.path):
+            append_whole(self.path / METRICS_FILE, f"{line}\n".encode())
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Read all whole lines; one cut short by a crash ends the list."""

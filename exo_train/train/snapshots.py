@@ -28,8 +28,16 @@ class Snapshot:
         return sum(array.nbytes for array in self.arrays.values())
 
 
+# Of each range of layers: the safe point, the last mark, and what was committed after that.
+MAX_POINTS = 3
+
+
 class SnapshotStore:
-    """Thread-safe: the computing thread marks, the server's threads bring neighbours' copies."""
+    """Thread-safe: the computing thread marks, the server's threads bring neighbours' copies.
+
+    Of each range of layers MAX_POINTS points are kept at most: while copies fail, what lies between
+    the oldest, which is safe, and the newest is dropped.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,8 +45,16 @@ class SnapshotStore:
 
     def put(self, snapshot: Snapshot) -> None:
         """Keep it, in place of one of the same layers at the same point."""
+        key = snapshot.at, snapshot.start, snapshot.end
         with self._lock:
-            self._kept[snapshot.at, snapshot.start, snapshot.end] = snapshot
+            self._kept[key] = snapshot
+            points = sorted(k for k in self._kept if k[1:] == key[1:])
+            for middle in points[1 : len(points) + 1 - MAX_POINTS]:
+                del self._kept[middle]
+
+    def find(self, at: StepId, start: int, end: int) -> Snapshot | None:
+        with self._lock:
+            return self._kept.get((at, start, end))
 
     def holdings(self) -> list[Holding]:
         with self._lock:

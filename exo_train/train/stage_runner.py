@@ -1,4 +1,4 @@
-"""One rank of a run, driven by messages: load, step, commit, give state.
+"""One rank of a run, driven by messages: load, step, commit, mark, rewind, give state.
 
 Owns the order of a rank's life and the checks of what arrives. Must not know how messages
 travel, which backend computes or which transport carries tensors: `Surroundings` has them.
@@ -6,15 +6,17 @@ travel, which backend computes or which transport carries tensors: `Surroundings
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
+import time
 from collections.abc import Callable
-from typing import Protocol
 
-from exo_train.backends.base import Arrays, MicrobatchInput, Stage
+from exo_train.backends.base import Arrays, MicrobatchInput
 from exo_train.errors import ExoTrainError, ProtocolError
 from exo_train.models.manifest import ModelManifest
-from exo_train.models.tensors import TensorSource
-from exo_train.peer import Address, NodeId
+from exo_train.peer import NodeId
+from exo_train.plan.history import StepId, shadow_holder
 from exo_train.plan.plan import Plan
 from exo_train.train.executor import OnPhase, StageExecutor, StepOutcome
 from exo_train.train.messages import (
@@ -25,49 +27,19 @@ from exo_train.train.messages import (
     to_failure,
     to_state_arrays,
 )
+from exo_train.train.snapshots import Snapshot, SnapshotStore
 from exo_train.train.stage_loading import LINK_TIMEOUT_S, LOAD_TIMEOUT_S
-from exo_train.transport.base import Link
+from exo_train.train.state_copies import BackgroundCopies
+from exo_train.train.surroundings import Surroundings, next_generation
 from exo_train.wire.pb import control_pb2 as pb
 
 MAX_MICROBATCHES = 1 << 18
 
 
-class Surroundings(Protocol):
-    """What a rank's process (or thread) provides."""
-
-    def open_data(self) -> tuple[Address, ...]:
-        """Listen for the neighbour; gives the addresses it may dial."""
-        ...
-
-    def connect(self, plan: Plan, rank: int, token: str) -> tuple[Link | None, Link | None]:
-        """Prove the links to rank - 1 and rank + 1; raises PeerLostError naming who is missing."""
-        ...
-
-    def tensors(
-        self,
-        manifest: ModelManifest,
-        addresses: tuple[Address, ...],
-        *,
-        token: str,
-        peer: str,
-        peer_id: NodeId,
-    ) -> TensorSource:
-        """Give the stage's tensors from this device's disk or from the device `peer`."""
-        ...
-
-    def load_stage(
-        self, plan: Plan, rank: int, manifest: ModelManifest, source: TensorSource
-    ) -> Stage: ...
-
-    def fetched_bytes(self) -> tuple[int, int]:
-        """Give tensor bytes that came over the network, and that lay in the cache."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class StageRunner:
-    """Handles one message at a time; `send` may be called from the caller's thread only."""
+    """Handles one message at a time; `send` is called from the caller's thread and from the one
+    that copies state, at the same time.
+    """
 
     def __init__(
         self,
@@ -82,45 +54,73 @@ class StageRunner:
         self._run_id = ""
         self._generation = 0
         self._rank = 0
+        self._failed = False  # nothing is done any more until a rewind
+        self._store = SnapshotStore()
+        self._copies = BackgroundCopies()
+        self._plan: Plan | None = None
+        self._token = ""
         self._executor: StageExecutor | None = None
         self._vocab_size = 0
         self._pending_step: int | None = None  # reported, not yet committed or dropped
-        self._committed_step = 0
+        self._committed = StepId(generation=0, step=0)
+        # What must come, or end, before the stage's state is that of `_committed`.
+        self._missing: set[pb.StateKind] = set()
+        self._is_applying = False
         self._inputs: list[MicrobatchInput] = []  # pieces of a step so far
         self._assembler = StateAssembler()
 
     def handle(self, message: pb.RunMessage) -> bool:
         """Do what `message` asks; False when the run is over for this rank.
 
-        An ExoTrainError is reported to the driver and ends the run.
+        An ExoTrainError is reported to the driver; then the rank waits for a rewind, or the end.
         """
+        kind = message.WhichOneof("body") or "empty"
         try:
-            return self._dispatch(message)
+            return self._dispatch(kind, message) if self._concerns(kind, message) else True
         except ExoTrainError as error:
+            self._failed = True
             self._send(failure=to_failure(error))
-            return False
+            return True
 
     def close(self) -> None:
+        self._copies.forget()
         self._surroundings.close()
 
-    def _dispatch(self, message: pb.RunMessage) -> bool:
-        kind = message.WhichOneof("body")
+    def _concerns(self, kind: str, message: pb.RunMessage) -> bool:
+        """Tell whether to look at a message; raises ProtocolError for one that cannot be right."""
         if kind == "prepare":
-            self._prepare(message)
-            return True
-        identity = (message.run_id, message.generation, message.rank)
-        expected = (self._run_id, self._generation, self._rank)
+            return not self._failed
+        ends_or_rewinds = kind in ("rewind", "finish", "failure")
+        if self._failed and not ends_or_rewinds:
+            return False
+        if message.run_id == self._run_id and message.generation < self._generation:
+            return False  # it was on its way when the ring went on without it
+        identity: tuple[object, ...] = (message.run_id, message.generation, message.rank)
+        expected: tuple[object, ...] = (self._run_id, self._generation, self._rank)
+        if ends_or_rewinds:  # may tell of a later generation, whose ranks have other numbers
+            identity, expected = identity[:1], expected[:1]
+        elif kind == "load":
+            identity, expected = identity[:2], expected[:2]
         if identity != expected:
             raise ProtocolError(f"message for run, generation, rank {identity}; this is {expected}")
+        return True
+
+    def _dispatch(self, kind: str, message: pb.RunMessage) -> bool:
         match kind:
+            case "prepare":
+                self._prepare(message)
+            case "rewind":
+                self._rewind(message)
             case "load":
-                self._load(message.load)
+                self._load(message.load, rank=message.rank)
             case "step_input":
                 self._step(message.step_input)
             case "commit":
                 self._commit(message.commit)
+            case "mark":
+                self._mark(message.mark)
             case "state_request":
-                self._give_state(message.state_request.kind)
+                self._give_state(message.state_request)
             case "state_array":
                 self._take_state(message.state_array)
             case "finish" | "failure":
@@ -130,12 +130,17 @@ class StageRunner:
         return True
 
     def _prepare(self, message: pb.RunMessage) -> None:
+        if self._run_id:
+            raise ProtocolError(f"this rank is prepared already, for run {self._run_id}")
         self._run_id, self._generation = message.run_id, message.generation
         self._rank = message.rank
-        endpoints = to_endpoints(self._surroundings.open_data())
+        endpoints = to_endpoints(self._surroundings.open_data(self._store))
         self._send(prepared=pb.Prepared(data_endpoints=endpoints))
 
-    def _load(self, load: pb.Load) -> None:
+    def _load(self, load: pb.Load, *, rank: int) -> None:
+        if self._executor is not None:
+            raise ProtocolError("asked to load again without a rewind before")
+        self._rank = rank
         plan = Plan.from_json(load.plan_json)
         plan.validate()
         if (plan.run_id, plan.generation) != (self._run_id, self._generation):
@@ -145,12 +150,32 @@ class StageRunner:
             )
         if self._rank >= len(plan.ranks):
             raise ProtocolError(f"the plan has {len(plan.ranks)} ranks, this is rank {self._rank}")
-        self._on_phase("connecting to neighbours", LINK_TIMEOUT_S)
-        below, above = self._surroundings.connect(plan, self._rank, load.token)
-        self._on_phase("loading tensors", LOAD_TIMEOUT_S)
         manifest = ModelManifest.from_json(load.manifest_json, place=load.coordinator_name)
         if manifest.model_hash != plan.model_hash:
             raise ProtocolError("the manifest is of another model than the plan's")
+        self._plan, self._token = plan, load.token
+        self._committed = StepId(generation=load.committed_generation, step=load.committed_step)
+        self._store.forget_after(self._committed)
+        self._executor = self._load_stage(plan, load, manifest)
+        self._vocab_size = manifest.spec.vocab_size
+        # A stage starts with the state of step 0; that of any other point is sent.
+        self._missing = {pb.ADAPTER, pb.OPTIMIZER} if load.committed_step else set()
+        fetched_bytes, cached_bytes = self._surroundings.fetched_bytes()
+        self._send(
+            loaded=pb.Loaded(
+                plan_hash=plan.hash,
+                num_trainable=sum(array.size for array in self._executor.stage.adapter().values()),
+                fetched_bytes=fetched_bytes,
+                cached_bytes=cached_bytes,
+            )
+        )
+        self._on_phase("ready")
+
+    def _load_stage(self, plan: Plan, load: pb.Load, manifest: ModelManifest) -> StageExecutor:
+        self._on_phase("connecting to neighbours", LINK_TIMEOUT_S)
+        self._surroundings.hold_shadows(plan, self._rank, manifest.spec, load.token)
+        below, above = self._surroundings.connect(plan, self._rank, load.token)
+        self._on_phase("loading tensors", LOAD_TIMEOUT_S)
         source = self._surroundings.tensors(
             manifest,
             from_endpoints(load.weights_endpoints),
@@ -158,11 +183,8 @@ class StageRunner:
             peer=load.coordinator_name,
             peer_id=NodeId(load.coordinator_id),
         )
-        stage = self._surroundings.load_stage(plan, self._rank, manifest, source)
-        self._vocab_size = manifest.spec.vocab_size
-        self._committed_step = load.committed_step
-        self._executor = StageExecutor(
-            stage=stage,
+        return StageExecutor(
+            stage=self._surroundings.load_stage(plan, self._rank, manifest, source),
             rank=self._rank,
             num_ranks=len(plan.ranks),
             schedule_name=plan.pipeline_schedule,
@@ -172,16 +194,35 @@ class StageRunner:
             capture=load.capture_boundaries,
             on_phase=self._on_phase,
         )
-        fetched_bytes, cached_bytes = self._surroundings.fetched_bytes()
-        self._send(
-            loaded=pb.Loaded(
-                plan_hash=plan.hash,
-                num_trainable=sum(array.size for array in stage.adapter().values()),
-                fetched_bytes=fetched_bytes,
-                cached_bytes=cached_bytes,
-            )
-        )
-        self._on_phase("ready")
+
+    def _rewind(self, message: pb.RunMessage) -> None:
+        generation = message.generation
+        if generation == self._generation and self._executor is not None:
+            raise ProtocolError(f"asked to rewind to generation {generation}, which goes on here")
+        self._surroundings.interrupt(next_generation(message), before=generation)
+        self._copies.forget()
+        if self._executor is not None and not (self._missing or self._is_applying):
+            self._keep(self._executor, self._plan_in_use())
+        self._executor, self._plan = None, None
+        self._pending_step, self._is_applying, self._failed = None, False, False
+        self._inputs, self._assembler = [], StateAssembler()
+        gc.collect()  # the stage may hang in cycles, and the next one needs its memory
+        self._generation = generation
+        self._on_phase("waiting for a new plan")
+        holdings = [
+            pb.Holding(at=_to_id(h.at), start=h.start, end=h.end) for h in self._store.holdings()
+        ]
+        self._send(rewound=pb.Rewound(holdings=holdings))
+
+    def _keep(self, executor: StageExecutor, plan: Plan) -> Snapshot:
+        """Put the committed state, copied out of the stage, into the store."""
+        own = plan.ranks[executor.rank].stage
+        if (kept := self._store.find(self._committed, own.start, own.end)) is not None:
+            return kept
+        arrays = executor.stage.adapter() | executor.stage.optimizer_state()
+        kept = Snapshot(at=self._committed, start=own.start, end=own.end, arrays=arrays)
+        self._store.put(kept)
+        return kept
 
     def _step(self, request: pb.StepInput) -> None:
         executor = self._loaded()
@@ -200,9 +241,9 @@ class StageRunner:
         if request.evaluation:
             outcome = executor.run_evaluation(request.step, inputs)
         else:
-            if self._pending_step is not None or request.step != self._committed_step + 1:
+            if self._pending_step is not None or request.step != self._committed.step + 1:
                 raise ProtocolError(
-                    f"step {request.step} asked for, but step {self._committed_step} is the last "
+                    f"step {request.step} asked for, but step {self._committed.step} is the last "
                     f"committed one and step {self._pending_step} is pending"
                 )
             outcome = executor.run_step(request.step, inputs, loss_scale=request.loss_scale)
@@ -217,44 +258,88 @@ class StageRunner:
         if commit.apply:
             if not (math.isfinite(commit.grad_scale) and math.isfinite(commit.learning_rate)):
                 raise ProtocolError(f"commit of step {commit.step} carries a non-finite number")
+            self._is_applying = True  # and stays so when that fails: the state is half of each
             executor.stage.apply(learning_rate=commit.learning_rate, grad_scale=commit.grad_scale)
+            self._is_applying = False
         self._pending_step = None
-        self._committed_step = commit.step
+        self._missing.clear()
+        self._committed = StepId(generation=self._generation, step=commit.step)
         self._send(committed=pb.Committed(step=commit.step))
 
-    def _give_state(self, kind: pb.StateKind) -> None:
-        executor = self._loaded()
+    def _mark(self, mark: pb.Mark) -> None:
+        executor, plan = self._loaded(), self._plan_in_use()
+        at, safe = _from_id(mark.at), _from_id(mark.safe)
+        if at != self._committed or self._missing:
+            lacking = ", whose state has not come yet" if self._missing else ""
+            raise ProtocolError(
+                f"mark of {at}, but the last point here is {self._committed}{lacking}"
+            )
+        snapshot = self._keep(executor, plan)
+        self._store.forget_before(safe)
+        if mark.copy and shadow_holder(plan, self._rank) is not None:
+            self._copies.begin(
+                functools.partial(self._copy, plan, self._rank, snapshot, self._token)
+            )
+
+    def _copy(self, plan: Plan, rank: int, snapshot: Snapshot, token: str) -> None:
+        """Copy the state to its holder, and tell the driver; in a thread of its own."""
+        started_s = time.monotonic()
+        self._surroundings.send_shadow(plan, rank, snapshot, token)
+        shadowed = pb.Shadowed(
+            at=_to_id(snapshot.at),
+            copy_s=time.monotonic() - started_s,
+            num_bytes=snapshot.num_bytes,
+        )
+        self._send_message(
+            pb.RunMessage(
+                run_id=plan.run_id, generation=plan.generation, rank=rank, shadowed=shadowed
+            )
+        )
+
+    def _give_state(self, request: pb.StateRequest) -> None:
+        if request.kind == pb.HELD:  # also after a rewind, without a stage
+            arrays = self._store.arrays(_from_id(request.at))
+        else:
+            arrays = self._state_of(self._loaded(), request.kind)
+        for array in to_state_arrays(request.kind, arrays):
+            self._send(state_array=array)
+
+    def _state_of(self, executor: StageExecutor, kind: pb.StateKind) -> Arrays:
         match kind:
             case pb.ADAPTER:
-                arrays = executor.stage.adapter()
+                return executor.stage.adapter()
             case pb.OPTIMIZER:
-                arrays = executor.stage.optimizer_state()
+                return executor.stage.optimizer_state()
             case pb.GRADIENTS:
-                arrays = executor.stage.gradients()
+                return executor.stage.gradients()
             case pb.BOUNDARIES:
-                arrays = {n: t.to_numpy() for n, t in executor.boundaries.items()}
-            case _:
-                raise ProtocolError(f"unknown kind of state {kind}")
-        for array in to_state_arrays(kind, arrays):
-            self._send(state_array=array)
+                return {n: t.to_numpy() for n, t in executor.boundaries.items()}
+        raise ProtocolError(f"unknown kind of state {kind}")
 
     def _take_state(self, message: pb.StateArray) -> None:
         stage = self._loaded().stage
         arrays: Arrays | None = self._assembler.add(message)
         if arrays is None:
             return
+        if message.kind not in (pb.ADAPTER, pb.OPTIMIZER):
+            raise ProtocolError(f"state of kind {message.kind} cannot be set")
+        # One without the other is the state of no point.
+        self._missing = self._missing or {pb.ADAPTER, pb.OPTIMIZER}
         if message.kind == pb.ADAPTER:
             stage.load_adapter(arrays)
-        elif message.kind == pb.OPTIMIZER:
-            stage.load_optimizer_state(arrays)
         else:
-            raise ProtocolError(f"state of kind {message.kind} cannot be set")
+            stage.load_optimizer_state(arrays)
+        self._missing.discard(message.kind)
         self._send(state_stored=pb.StateStored(kind=message.kind))
 
     def _loaded(self) -> StageExecutor:
         if self._executor is None:
             raise ProtocolError("asked to work before the plan was loaded")
         return self._executor
+
+    def _plan_in_use(self) -> Plan:
+        assert self._plan is not None, "a stage is loaded for a plan"
+        return self._plan
 
     def _send(self, **body: object) -> None:
         self._send_message(
@@ -278,4 +363,13 @@ def _report(request: pb.StepInput, outcome: StepOutcome, peak_bytes: int) -> pb.
         sent_bytes=outcome.sent_bytes,
         peak_memory_bytes=peak_bytes,
         period_s=outcome.period_s,
+        trouble=outcome.trouble,
     )
+
+
+def _to_id(at: StepId) -> pb.StepId:
+    return pb.StepId(generation=at.generation, step=at.step)
+
+
+def _from_id(at: pb.StepId) -> StepId:
+    return StepId(generation=at.generation, step=at.step)

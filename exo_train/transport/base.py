@@ -13,7 +13,16 @@ from exo_train.peer import NodeId
 from exo_train.wire.codec import CHUNK_BYTES, Kind, StreamId, Tag
 from exo_train.wire.tensor import HostTensor
 
-__all__ = ["Kind", "Link", "LinkIdentity", "LinkLimits", "StreamId", "Tag", "check_sendable"]
+__all__ = [
+    "Kind",
+    "Link",
+    "LinkIdentity",
+    "LinkLimits",
+    "PeerIdentity",
+    "StreamId",
+    "Tag",
+    "check_sendable",
+]
 
 MAX_TENSOR_BYTES = 4 << 30
 # Together they bound what waits in one direction. A 1F1B ring with fewer microbatches in flight
@@ -26,8 +35,8 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkIdentity:
-    """Who the two ends of a link are, seen from one end; `token` is the run's secret."""
+class PeerIdentity:
+    """Who two ranks of a run are, seen from one of them; `token` is the run's secret."""
 
     cluster: str
     run: str
@@ -39,14 +48,19 @@ class LinkIdentity:
     token: str = field(repr=False)
     peer_id: NodeId = NO_ONE  # that the peer's certificate must prove, where there is TLS
 
-    def __post_init__(self) -> None:
-        if abs(self.rank - self.peer_rank) != 1:
-            raise ValueError(f"ranks {self.rank} and {self.peer_rank} are not neighbours")
-
     @property
     def peer(self) -> str:
         """Give the peer as messages call it."""
         return f"{self.peer_name} (rank {self.peer_rank})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkIdentity(PeerIdentity):
+    """Who the two ends of a link are: ring neighbours."""
+
+    def __post_init__(self) -> None:
+        if abs(self.rank - self.peer_rank) != 1:
+            raise ValueError(f"ranks {self.rank} and {self.peer_rank} are not neighbours")
 
     @property
     def outgoing(self) -> StreamId:

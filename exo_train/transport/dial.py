@@ -21,6 +21,7 @@ from exo_train.transport.base import LinkIdentity, LinkLimits
 from exo_train.transport.channel import open_channel
 from exo_train.transport.grpc_link import EXCHANGE_METHOD, GrpcLink, break_reason
 from exo_train.transport.hello import check_hello, encode_hello
+from exo_train.transport.stopping import Stopper
 
 ATTEMPT_TIMEOUT_S = 3.0
 RETRY_PAUSE_S = 0.1
@@ -34,13 +35,15 @@ def dial(
     limits: LinkLimits | None = None,
     credentials: grpc.ChannelCredentials | None = None,
     tls_name: str = "",
+    stopper: Stopper | None = None,
 ) -> GrpcLink:
     """Try the addresses in order, round after round, until the peer's hello proves one.
 
     Raises ProtocolError when every address refuses us for what we are, PeerLostError with the
-    cause for each address when the deadline passes.
+    cause for each address when the deadline passes, and what `stopper` says when it stops.
     """
     limits = limits or LinkLimits()
+    stopper = stopper or Stopper()
     deadline_s = time.monotonic() + timeout_s
     failures: dict[Address, PeerError] = {}
     while (remaining_s := deadline_s - time.monotonic()) > 0:
@@ -48,13 +51,14 @@ def dial(
             channel = open_channel(address, credentials=credentials, tls_name=tls_name)
             attempt_s = min(ATTEMPT_TIMEOUT_S, max(remaining_s, RETRY_PAUSE_S))
             try:
-                return _attempt(channel, identity, limits, timeout_s=attempt_s)
+                return _attempt(channel, identity, limits, timeout_s=attempt_s, stopper=stopper)
             except PeerError as error:
                 failures[address] = error
+            stopper.check()
             remaining_s = deadline_s - time.monotonic()
         if failures and all(isinstance(error, ProtocolError) for error in failures.values()):
             raise ProtocolError(_sentence(f"{identity.peer} refused the link", failures))
-        time.sleep(RETRY_PAUSE_S)
+        stopper.wait(RETRY_PAUSE_S)
     raise PeerLostError(
         _sentence(f"{identity.peer} could not be reached within {timeout_s:.1f} s", failures)
         + "; check that it is awake, on the same network, and that its firewall lets us in"
@@ -62,7 +66,12 @@ def dial(
 
 
 def _attempt(
-    channel: grpc.Channel, identity: LinkIdentity, limits: LinkLimits, *, timeout_s: float
+    channel: grpc.Channel,
+    identity: LinkIdentity,
+    limits: LinkLimits,
+    *,
+    timeout_s: float,
+    stopper: Stopper,
 ) -> GrpcLink:
     link = GrpcLink(identity, limits, cancel=lambda: call.cancel())  # type: ignore[no-untyped-call]
     hello = encode_hello(identity, limits, with_token=True)
@@ -86,7 +95,8 @@ def _attempt(
         daemon=True,
     ).start()
     try:
-        greeted.result(timeout_s)
+        with stopper.calling(link.fail):  # the reader sees the end of the stream
+            greeted.result(timeout_s)
     except FutureTimeoutError:
         silent = PeerError(f"gave no answer in {timeout_s:.1f} s; a firewall may drop it")
         link.fail(silent)
@@ -111,14 +121,14 @@ def _read(
     except ProtocolError as error:
         greeted.set_exception(error)
     except grpc.RpcError as error:
-        greeted.set_exception(_refusal(error))
+        greeted.set_exception(refusal(error))
     else:
         greeted.set_result(None)
         link.read(messages)
     channel.close()
 
 
-def _refusal(error: grpc.RpcError) -> PeerError:
+def refusal(error: grpc.RpcError) -> PeerError:
     """Tell apart a peer that refuses us, a closed port, no route and silence."""
     assert isinstance(error, grpc.Call)
     details = error.details() or ""

@@ -6,12 +6,9 @@ SHA-256. Must not decode tensors.
 
 from __future__ import annotations
 
-import math
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 
 import grpc
 
@@ -20,6 +17,8 @@ from exo_train.models.tensors import TensorInfo
 from exo_train.peer import Address
 from exo_train.transport.channel import open_channel
 from exo_train.transport.grpc_link import break_reason
+from exo_train.transport.stalling import StallGuard
+from exo_train.transport.stopping import Stopper
 from exo_train.transport.weight_cache import WeightCache
 from exo_train.transport.weight_server import FETCH_METHOD, MAX_NAMES
 from exo_train.wire.codec import decode_weight
@@ -42,7 +41,10 @@ class _DamagedError(PeerError):
 
 
 class RemoteSource:
-    """Fetches what the cache does not have; `peer` names the giving device in messages."""
+    """Fetches what the cache does not have; `peer` names the giving device in messages.
+
+    When `stopper` stops, whoever reads or fetches gets its error.
+    """
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class RemoteSource:
         credentials: grpc.ChannelCredentials | None = None,
         tls_name: str = "",
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        stopper: Stopper | None = None,
     ) -> None:
         for name in infos:
             # The digest becomes a file name.
@@ -70,6 +73,7 @@ class RemoteSource:
         self._credentials = credentials
         self._tls_name = tls_name
         self._stall_timeout_s = stall_timeout_s
+        self._stopper = stopper or Stopper()
         self._fetched_bytes = 0
         self._fetched: set[str] = set()
         self._cached: set[str] = set()
@@ -95,6 +99,7 @@ class RemoteSource:
         Raises ModelError when the tensor is unknown or stays damaged, PeerLostError when the
         device cannot be reached, ProtocolError when it refuses.
         """
+        self._stopper.check()
         info = self._info(name)
         data = self._cache.read(self._digests[name], info.num_bytes)
         if data is None:
@@ -142,7 +147,7 @@ class RemoteSource:
                     raise
                 except PeerError as error:
                     failures[address] = error
-                time.sleep(RETRY_PAUSE_S)
+                self._stopper.wait(RETRY_PAUSE_S)
         causes = "; ".join(f"{address}: {error}" for address, error in failures.items())
         sentence = f"Cannot fetch tensor '{missing[0]}' from {self._peer} ({causes})"
         if any(isinstance(error, _DamagedError) for error in failures.values()):
@@ -161,11 +166,12 @@ class RemoteSource:
                 FETCH_METHOD, request_serializer=bytes, response_deserializer=bytes
             )
             call = fetch(request.SerializeToString())
-            guard = _StallGuard(call.cancel, timeout_s=self._stall_timeout_s)
+            guard = StallGuard(call.cancel, timeout_s=self._stall_timeout_s)
             try:
-                with guard:
+                with guard, self._stopper.calling(lambda reason: call.cancel()):  # type: ignore[no-untyped-call]
                     self._receive(guard.watched(iter(call)), missing, on_progress)
             except grpc.RpcError as error:
+                self._stopper.check()
                 raise self._failure(error, stalled=guard.stalled) from None
             finally:
                 call.cancel()  # type: ignore[no-untyped-call]
@@ -214,42 +220,3 @@ class RemoteSource:
         if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.DATA_LOSS:
             return ModelError(f"{self._peer} cannot read its model ({reason})")
         return PeerError(reason)
-
-
-class _StallGuard:
-    """Cancels a call when no message comes for a while, however long the whole takes."""
-
-    def __init__(self, cancel: Callable[[], object], *, timeout_s: float) -> None:
-        self.stalled = False
-        self._cancel = cancel
-        self._timeout_s = timeout_s
-        self._last_s = time.monotonic()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="weights-stall", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._done.set()
-
-    def watched(self, messages: Iterator[bytes]) -> Iterator[bytes]:
-        for message in messages:
-            self._last_s = math.inf  # a slow disk is not a silent peer
-            yield message
-            self._last_s = time.monotonic()
-
-    def _watch(self) -> None:
-        remaining_s = self._timeout_s
-        while not self._done.wait(remaining_s):
-            silent_since_s = min(self._last_s, time.monotonic())
-            remaining_s = silent_since_s + self._timeout_s - time.monotonic()
-            if remaining_s <= 0:
-                self.stalled = True
-                self._cancel()
-                return

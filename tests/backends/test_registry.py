@@ -69,7 +69,17 @@ print(used, error < 1e-3, both < 1e-3)
 
 
 @pytest.mark.parametrize(
-    "text", ["CUDA out of memory. Tried", "can't allocate memory: you tried", "Insufficient Memory"]
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",
+        "DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes",
+        "[malloc] Unable to allocate 8 bytes.",
+        "[METAL] Command buffer execution failed: Insufficient Memory (00000008)",
+        "[metal::malloc] Attempting to allocate 9 bytes which is greater than the maximum allowed "
+        "buffer size of 8 bytes.",
+    ],
 )
 def test_running_out_of_memory_names_the_layers(text: str) -> None:
     stage = StageSpec(start=2, end=5, embedding=False, head=False)

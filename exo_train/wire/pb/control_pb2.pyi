@@ -579,16 +579,18 @@ class ReplicaPiece(_message.Message):
     def __init__(self, head: _Optional[_Union[ReplicaHead, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ReplicaHead(_message.Message):
-    __slots__ = ("run_id", "step", "files", "keep_steps")
+    __slots__ = ("run_id", "step", "files", "keep_steps", "takes_over")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     KEEP_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_OVER_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     files: _containers.RepeatedCompositeFieldContainer[ReplicaFile]
     keep_steps: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., files: _Optional[_Iterable[_Union[ReplicaFile, _Mapping]]] = ..., keep_steps: _Optional[_Iterable[int]] = ...) -> None: ...
+    takes_over: bool
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., files: _Optional[_Iterable[_Union[ReplicaFile, _Mapping]]] = ..., keep_steps: _Optional[_Iterable[int]] = ..., takes_over: bool = ...) -> None: ...
 
 class ReplicaFile(_message.Message):
     __slots__ = ("name", "size_bytes", "sha256")

@@ -49,6 +49,18 @@ class Hello(_message.Message):
     max_tensor_bytes: int
     def __init__(self, protocol: _Optional[int] = ..., cluster: _Optional[str] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., name: _Optional[str] = ..., token: _Optional[str] = ..., max_tensor_bytes: _Optional[int] = ...) -> None: ...
 
+class ShadowHead(_message.Message):
+    __slots__ = ("generation", "step", "start", "end")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    step: int
+    start: int
+    end: int
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
 class FrameHeader(_message.Message):
     __slots__ = ("cluster", "run", "generation", "step", "microbatch", "kind", "dtype", "shape", "total_bytes", "crc32", "chunk_offset", "chunk_bytes")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from exo_train.agent.deciding import decide
-from exo_train.agent.live_plan import LiveProblem, _as_sent, _check_number, measured_width
+from exo_train.agent.live_plan import LiveProblem, _check_number, as_sent, measured_width
 from exo_train.agent.planning import Candidate
-from exo_train.agent.run_plan import Run, _advice, _as_before
+from exo_train.agent.run_plan import Run, _advice, as_before
 from exo_train.config import TrainConfig
 from exo_train.errors import DoesNotFitError, PeerError
 from exo_train.models.manifest import ModelManifest
@@ -18,9 +18,11 @@ from exo_train.models.spec import ModelSpec
 from exo_train.peer import NodeId
 from exo_train.plan.block_times import BlockMemory, BlockTimes, EndTimes
 from exo_train.plan.drift import Drift
+from exo_train.plan.memory_kinds import memory_by_kind
 from exo_train.plan.plan import Plan, RankPlan
 from exo_train.plan.profiles import LinkProfile
 from exo_train.plan.stages import StageSpec
+from exo_train.train.state_copies import layout_bytes, state_layout
 from exo_train.train.step_shapes import StepShape, full_steps
 from tests.tiny_models import tiny_config
 
@@ -117,10 +119,20 @@ def test_each_device_stores_in_its_own_format() -> None:
     cpu_costs, gpu_costs = (device.costs for device in household.devices)
     assert cpu_costs is not None
     assert gpu_costs is not None
-    adapter_bytes = cpu_costs.layer.adapter_bytes
-    weights = [c.layer.static_bytes - adapter_bytes for c in (cpu_costs, gpu_costs)]
+    layers = [costs.layer for costs in (cpu_costs, gpu_costs)]
+    weights = [layer.static_bytes - layer.adapter_bytes - layer.copies_bytes for layer in layers]
     assert weights[0] == 2 * weights[1]
     assert workload.boundary_bytes == 64 * SPEC.hidden_size * 2
+
+
+def test_what_is_kept_for_a_rewind_is_reckoned_as_large_as_it_is() -> None:
+    """A copy is what one device sends another: every adapter value, and two moments of each."""
+    stage = StageSpec(start=3, end=8, embedding=False, head=False)
+    copy_bytes = layout_bytes(state_layout(SPEC, CONFIG.lora, stage))
+    costs = problem(0.01, 0.02).sized(1)[0].devices[0].costs
+    assert costs is not None
+    kinds = memory_by_kind(costs, stage, in_flight=1)
+    assert 0 <= 4 * copy_bytes - kinds.copies_bytes <= 4 * 8, "but for the count of steps"
 
 
 def test_the_promise_counts_what_the_ranks_will_report() -> None:
@@ -193,7 +205,7 @@ def plan_before(*ranks: tuple[str, int], dtype: str = "fp32") -> Plan:
 def test_a_resumed_run_keeps_its_split_while_its_devices_are_as_before() -> None:
     before = plan_before(("berta", 9), ("anna", 5))
     here = [candidate("anna"), candidate("berta"), candidate("clara")]
-    kept = _as_before(run(), here, before, print)
+    kept = as_before(run(), here, before, print, at_least=1)
     assert kept is not None
     assert [c.name for c in kept.candidates] == ["berta", "anna"]
     assert kept.layers == (9, 5)
@@ -212,14 +224,15 @@ def test_a_resumed_run_keeps_its_split_while_its_devices_are_as_before() -> None
     ids=["gone", "another processor", "another backend", "another dtype", "less memory"],
 )
 def test_it_is_planned_anew_when_one_of_them_is_not(changed: list[Candidate]) -> None:
-    assert _as_before(run(), changed, plan_before(("berta", 9), ("anna", 5)), print) is None
+    before = plan_before(("berta", 9), ("anna", 5))
+    assert as_before(run(), changed, before, print, at_least=1) is None
 
 
 def test_more_devices_than_before_are_not_refused_silently() -> None:
     said: list[str] = []
     here = [candidate("anna"), candidate("berta"), candidate("clara")]
-    more = run(config=replace(CONFIG, min_devices=3))
-    assert _as_before(more, here, plan_before(("berta", 9), ("anna", 5)), said.append) is None
+    before = plan_before(("berta", 9), ("anna", 5))
+    assert as_before(run(), here, before, said.append, at_least=3) is None
     assert said == ["the run is planned anew: 3 devices are asked for now"]
 
 
@@ -229,7 +242,7 @@ def test_who_is_left_out_does_not_decide_what_is_sent() -> None:
     three = (candidate("anna"), candidate("berta"), gpu)
     live = problem(0.01, 0.01, 0.001, candidates=three)
     assert live.wire_bytes == 2
-    part, found = _as_sent(live, decide(live, at_least=2), 2)
+    part, found = as_sent(live, decide(live, at_least=2), 2)
     assert part.wire_bytes == 4
     assert found.workload.boundary_bytes == 64 * SPEC.hidden_size * 4
     assert [found.household.devices[i].name for i in found.verdict.plan.devices] == [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from exo_train.agent.members import wait_candidates
+from exo_train.agent.members import candidates_now, wait_candidates
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, InterruptedRunError, PeerError
 
@@ -40,8 +40,9 @@ def member(name: str, index: int, state: str) -> dict[str, Any]:
 
 def choose(cluster: Cluster, **options: Any) -> tuple[list[str], list[str]]:
     """Give the names that a run gets, and what its user is told."""
-    config, notes = TrainConfig(**{"device_wait_s": 0.01, **options}), []
-    found, _ = wait_candidates(cluster, config, on_note=notes.append)  # type: ignore[arg-type]
+    config = TrainConfig(**{"device_wait_s": 0.01, **options})
+    notes: list[str] = []
+    found, _ = wait_candidates(cluster, config, on_note=notes.append)
     return [candidate.name for candidate in found], notes
 
 
@@ -105,4 +106,26 @@ def test_whoever_cannot_be_connected_to_trains_alone() -> None:
 def test_waiting_can_be_stopped() -> None:
     config = TrainConfig(devices=("nowhere",), device_wait_s=60)
     with pytest.raises(InterruptedRunError, match="while waiting for devices"):
-        wait_candidates(Cluster("attic"), config, wants_stop=lambda: True)  # type: ignore[arg-type]
+        wait_candidates(Cluster("attic"), config, wants_stop=lambda: True)
+
+
+def names_now(cluster: Cluster, **options: Any) -> list[str]:
+    return [c.name for c in candidates_now(cluster.status(), TrainConfig(**options))]
+
+
+def test_a_run_that_goes_on_takes_who_is_here_of_those_it_may_use_and_waits_for_none() -> None:
+    cluster = Cluster("attic", "desk", "hall")
+    assert names_now(cluster) == ["attic", "desk", "hall"]
+    assert names_now(cluster, devices=("hall", "shed")) == ["hall"]
+    assert names_now(cluster, layers=("desk:3", "attic:4")) == ["attic", "desk"]
+    assert names_now(cluster, min_devices=4) == ["attic", "desk", "hall"]
+    cluster.members[1]["state"] = "suspect"
+    assert names_now(cluster) == ["attic", "hall"]
+    cluster.members[2]["unreachable"] = True
+    assert names_now(cluster) == ["attic"]
+    assert names_now(Cluster("attic", "desk", "hall", unreachable="attic")) == ["attic"]
+
+
+def test_a_name_that_two_devices_have_ends_no_run() -> None:
+    cluster = Cluster("attic", "pc", "pc")
+    assert names_now(cluster, devices=("pc",)) == ["pc (10000000)", "pc (20000000)"]

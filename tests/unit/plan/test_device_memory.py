@@ -20,7 +20,14 @@ from exo_train.plan.device_memory import (
     default_process_bytes,
     stage_costs,
 )
-from exo_train.plan.memory import LayerCost, ModelShape, boundary_cost, pseudo_layer_costs
+from exo_train.plan.memory import (
+    Copies,
+    LayerCost,
+    ModelShape,
+    adapter_params,
+    boundary_cost,
+    pseudo_layer_costs,
+)
 from exo_train.plan.profiles import StageCosts
 
 TOKENS = 512
@@ -104,6 +111,21 @@ def test_mlx_needs_its_layers_values_and_scores_once_and_none_in_flight(checkpoi
     assert grown_bytes == layer.per_microbatch_bytes + 2 * scores_bytes
     assert found.layer.per_microbatch_bytes == found.head.per_microbatch_bytes == 0
     assert found.layer.adapter_bytes == layer.adapter_bytes
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [("torch", "cpu"), ("mlx", "cpu"), ("mlx", "gpu"), ("torch", "cuda:0")]
+)
+def test_copies_lie_in_the_computers_memory_which_is_not_a_cards(backend: str, device: str) -> None:
+    plain, kept = costs(backend, device), costs(backend, device, copies=Copies(own=2, neighbours=2))
+    copies_bytes = (
+        0
+        if device == "cuda:0"
+        else 4 * 12 * adapter_params(SHAPE, lora_rank=8, targets=ALL_TARGETS)
+    )
+    assert kept.layer.static_bytes - plain.layer.static_bytes == copies_bytes
+    assert kept.layer.copies_bytes == copies_bytes
+    assert kept.layer.computing_bytes == plain.layer.computing_bytes
 
 
 def test_a_profile_replaces_the_guess_for_mlx_and_is_scaled_to_the_microbatch() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from exo_train.config import ALL_TARGETS, TrainConfig
+from exo_train.plan.chains import stage_bytes
 from exo_train.plan.memory import activation_bytes_per_token
 from exo_train.plan.memory_kinds import memory_by_kind
 from exo_train.plan.stages import StageSpec
@@ -47,6 +50,35 @@ def test_tied_weights_are_there_once_on_a_stage(embedding):
     costs = workload.stage_costs
     kinds = [memory_by_kind(costs, s, in_flight=1).weights_bytes for s in (stage, layers)]
     assert kinds[0] - kinds[1] == 4 * 128 * 256 + 4 * 256  # and the final norm
+
+
+@pytest.mark.parametrize(
+    ("shadow", "others_copies"), [("auto", 2), ("5", 2), ("off", 0)], ids=["auto", "thinner", "off"]
+)
+def test_copies_of_trained_state_are_a_kind_of_their_own(shadow, others_copies):
+    """fp32 parameter and two moments: 12 bytes a value, two of one's own and two of another's."""
+    config = dataclasses.replace(CONFIG, shadow=shadow)
+    costs = run_workload(LLAMA_8B, config, microbatch_size=2, value_bytes=2).stage_costs
+    values_of_a_layer = 41_943_040 // 32
+    quarter = StageSpec(start=8, end=16, embedding=False, head=False)
+    kinds = memory_by_kind(costs, quarter, in_flight=1)
+    assert kinds.copies_bytes == (2 + others_copies) * 12 * 8 * values_of_a_layer
+    assert kinds.adapters_bytes == 16 * 8 * values_of_a_layer
+    assert kinds.weights_bytes == 2 * 8 * 218_112_000, "what the layers' weights take, no more"
+    whole = StageSpec(start=0, end=32, embedding=True, head=True)
+    alone = memory_by_kind(costs, whole, in_flight=1)
+    assert alone.copies_bytes == 2 * 12 * 41_943_040, "alone there is no neighbour to keep"
+    assert alone.weights_bytes == 2 * 8_030_261_248
+
+
+def test_the_planner_knows_that_one_device_alone_keeps_its_own_copies_only():
+    for in_flight_microbatches in (1, 4):
+        config = dataclasses.replace(CONFIG, batch_size=2 * in_flight_microbatches)
+        workload = run_workload(LLAMA_8B, config, microbatch_size=2, value_bytes=2)
+        fixed, layer = stage_bytes(workload, workload.stage_costs, 0, 1)
+        whole = StageSpec(start=0, end=32, embedding=True, head=True)
+        kinds = memory_by_kind(workload.stage_costs, whole, in_flight=1)
+        assert fixed + 32 * layer == kinds.total_bytes
 
 
 def test_what_the_process_takes_is_a_kind_of_its_own():

@@ -44,16 +44,16 @@ def by_change(tried: Attempt) -> dict[str, object]:
 
 
 def test_the_sentence_says_what_is_missing_and_what_would_fit():
-    assert refusal(attempt(10, 10, max_seq_length=2048), LLAMA_8B) == (
-        "does not fit: needs 8.1 GB more on every split (usable: d0 10.0 GB, d1 10.0 GB); "
+    assert refusal(attempt(10.5, 10.5, max_seq_length=2048), LLAMA_8B) == (
+        "does not fit: needs 8.1 GB more on every split (usable: d0 10.5 GB, d1 10.5 GB); "
         "--checkpoint-activations fits on 2 devices; --max-seq-length 256 fits on 2 devices; "
-        "--rank 4 → still no, 8.1 GB missing; a 4-bit base (not yet available) → still no, "
-        "2.9 GB missing; one more device like d1 (10.0 GB) → still no, 4.0 GB missing"
+        "--rank 4 → still no, 7.8 GB missing; a 4-bit base (not yet available) → still no, "
+        "2.8 GB missing; one more device like d1 (10.5 GB) → still no, 3.7 GB missing"
     )
 
 
 def test_a_pair_is_tried_where_no_single_change_is_enough():
-    found = by_change(attempt(8.8, 8.8, max_seq_length=2048))
+    found = by_change(attempt(9.2, 9.2, max_seq_length=2048))
     assert not found["--checkpoint-activations"].fits
     assert not found["--max-seq-length 128"].fits
     pair = found["--checkpoint-activations and --max-seq-length 256"]

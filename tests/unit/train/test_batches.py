@@ -190,3 +190,38 @@ def test_evaluation_takes_every_row_once_in_order() -> None:
     batches = evaluation_batches(examples_of_lengths([2, 3, 4, 5, 6]), batch_size=2)
     assert [batch.row_keys for batch in batches] == [(0, 1), (2, 3), (4,)]
     assert [len(e.tokens) for batch in batches for e in batch.examples] == [2, 3, 4, 5, 6]
+
+
+@given(
+    lengths=st.lists(st.integers(2, 41), min_size=1, max_size=30),
+    batch_size=st.integers(1, 12),
+    seed=st.integers(0, 5),
+)
+@settings(deadline=None)
+def test_the_first_step_has_the_longest_row_and_no_row_is_lost(
+    lengths: list[int], batch_size: int, seed: int
+) -> None:
+    plan = BatchPlan(examples=examples_of_lengths(lengths), batch_size=batch_size, seed=seed)
+    batches = [plan.batch_for_step(step) for step in range(plan.steps_per_epoch)]
+    weights = [
+        (max(len(e.tokens) for e in batch.examples), sum(len(e.tokens) for e in batch.examples))
+        for batch in batches
+    ]
+    assert weights[0] == max(weights)
+    keys = [key for batch in batches for key in batch.row_keys]
+    assert sorted(keys) == list(range(len(lengths)))
+
+
+def test_only_the_two_batches_change_places() -> None:
+    lengths = [9] * 40
+    lengths[23] = 200
+    plan = BatchPlan(examples=examples_of_lengths(lengths), batch_size=8, seed=0)
+    order = plan_epoch(40, seed=0, epoch=0)
+    place = order.index(23) // 8
+    assert place > 0, "the seed must not put it first by chance"
+    cut = [order[start : start + 8] for start in range(0, 40, 8)]
+    cut[0], cut[place] = cut[place], cut[0]
+    assert [plan.batch_for_step(step).row_keys for step in range(5)] == cut
+    # Later epochs are as they were drawn.
+    later = plan_epoch(40, seed=0, epoch=1)
+    assert plan.batch_for_step(5).row_keys == later[:8]

@@ -104,11 +104,44 @@ def other_file(path):
     (path / "manifest.json").write_text(text)
 
 
+def mix_steps(path):
+    """A file of another step, as a copy by hand or a mixed-up backup leaves it."""
+    other = path.parent / "step-000010" / "optimizer.safetensors"
+    (path / "optimizer.safetensors").write_bytes(other.read_bytes())
+
+
+def rename_step(path):
+    """All of another step under this one's name."""
+    for file in (path.parent / "step-000010").iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+
+
+def flip_in_state(path):
+    """Still JSON, and still what every file's digest is; but the position in the data is not."""
+    text = (path / "manifest.json").read_text()
+    assert '"row": 17' in text
+    (path / "manifest.json").write_text(text.replace('"row": 17', '"row": 57'))
+
+
+def empty_manifest(path):
+    (path / "manifest.json").write_bytes(b"")
+
+
+def folder_in_place_of_a_file(path):
+    (path / "adapter.safetensors").unlink()
+    (path / "adapter.safetensors").mkdir()
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
         (truncate, "optimizer.safetensors has"),
         (flip_a_byte, "adapter.safetensors does not have the SHA-256"),
+        (mix_steps, "optimizer.safetensors does not have the SHA-256"),
+        (rename_step, "step-000020 is damaged: its files are of step 10"),
+        (flip_in_state, "manifest.json does not have the SHA-256 that it names"),
+        (empty_manifest, "manifest.json is not valid JSON"),
+        (folder_in_place_of_a_file, "step-000020 "),
         (drop_manifest, "incomplete: manifest.json is missing"),
         (drop_file, "incomplete: adapter.safetensors is missing"),
         (pickle_manifest, "is damaged"),
@@ -128,6 +161,14 @@ def test_a_damaged_newest_is_said_and_the_one_before_is_used(tmp_path, damage, r
     assert len(notes) == 1
     assert "step-000020" in notes[0]
     assert reason in notes[0]
+
+
+def test_all_are_damaged(tmp_path):
+    for step in (10, 20):
+        drop_manifest(save(tmp_path, step))
+    notes: list[str] = []
+    assert newest_checkpoint(tmp_path, say=notes.append) is None
+    assert ["step-000020" in notes[0], "step-000010" in notes[1]] == [True, True]
 
 
 def test_nothing_to_resume(tmp_path):
@@ -222,7 +263,7 @@ def test_prune_keeps_the_newest_whole_ones(tmp_path):
 
 def test_too_little_space_is_known_before_the_run(tmp_path):
     durable.require_free_bytes(tmp_path, needed_bytes=1, what="two checkpoints")
-    with pytest.raises(ConfigError, match=r"two checkpoints need 1000000000000.0 MB in .* free"):
+    with pytest.raises(ConfigError, match=r"two checkpoints needs 1000000000000.0 MB in .* free"):
         durable.require_free_bytes(tmp_path, needed_bytes=10**18, what="two checkpoints")
 
 

@@ -62,6 +62,9 @@ class SleepingStage:
     def grad_square_sum(self) -> float:
         return 0.0
 
+    def find_bad_gradient(self) -> str:
+        return ""
+
 
 @dataclass
 class SlowLink:

@@ -38,7 +38,7 @@ class Driver:
         going_on = self.runner.handle(message)
         last = self.answers[-1]
         kind = last.WhichOneof("body") or ""
-        assert going_on == (kind != "failure")
+        assert going_on, "a rank that fails waits for what the driver decides"
         return last.failure.message if kind == "failure" else kind
 
     def load(self, plan: Plan | None = None, manifest: ModelManifest | None = None) -> str:
@@ -107,7 +107,7 @@ def test_the_report_has_the_pace_of_the_backwards(driver: Driver) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"run_id": "another"}, {"generation": 2}, {"generation": 0}, {"rank": 1}],
+    [{"run_id": "another"}, {"generation": 2}, {"rank": 1}],
     ids=lambda change: "-".join(change),
 )
 def test_a_message_of_another_run_generation_or_rank(

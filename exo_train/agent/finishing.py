@@ -1,0 +1,139 @@
+"""Writing down what a run has come to, however it ended: summary, curves, adapters.
+
+Owns what is left in the run directory at the end. Must not train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from exo_train.agent.opening import OpenedModel
+from exo_train.errors import ExoTrainError, InterruptedRunError, NumericsError
+from exo_train.export.adapters import AdapterPaths, write_adapters
+from exo_train.models.tokenizer import load_tokenizer
+from exo_train.shell import command_line
+from exo_train.train.checkpoint import newest_checkpoint
+from exo_train.train.durable import require_free_bytes
+from exo_train.train.progress import Progress
+from exo_train.train.ring import Ring
+from exo_train.train.rundir import DeviceSummary, RunDir, Summary, relative_to_run
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Writes down what a run has come to, however it ended."""
+
+    run_dir: RunDir
+    ring: Ring
+    model: OpenedModel
+    progress: Progress
+
+    @contextlib.contextmanager
+    def told_with_errors(self) -> Iterator[None]:
+        """Write down what there is when the run ends early, and add to the error how to go on."""
+        try:
+            yield
+        except InterruptedRunError as error:
+            raise InterruptedRunError(f"{error}; {self.after_end('interrupted')}") from None
+        except NumericsError as error:
+            # Going on with the same options would end the same way.
+            left = self.after_end("failed", can_resume=False)
+            raise NumericsError(f"{error}; {left}") from None
+        except ExoTrainError as error:
+            raise type(error)(f"{error}; {self.after_end('failed')}") from None
+        except BaseException:
+            self.after_end("failed")
+            raise
+
+    def leave(self, status: str) -> Summary:
+        adapters = self._write_adapters()
+        progress = self.progress
+        losses, held_out = progress.train_losses, progress.held_out_losses
+        relative = {
+            kind: relative_to_run(getattr(adapters, kind), self.run_dir.path) if adapters else None
+            for kind in ("peft", "mlx")
+        }
+        summary = Summary(
+            status=status,
+            steps=progress.step,
+            saved_step=progress.saved_step,
+            loss_first=losses[0][1] if losses else None,
+            loss_last=losses[-1][1] if losses else None,
+            eval_loss_before=held_out[0][1] if held_out else None,
+            eval_loss_after=held_out[-1][1] if len(held_out) > 1 else None,
+            tokens=progress.tokens,
+            tokens_per_s=progress.tokens_per_s,
+            devices=self._devices(),
+            peft_adapter=relative["peft"],
+            mlx_adapter=relative["mlx"],
+            prediction=progress.reckoning.compared(),
+            interruptions=tuple(progress.interruptions),
+        )
+        self.run_dir.write_summary(summary)
+        if losses:
+            self.run_dir.write_loss_plot(train=losses, held_out=held_out)
+        return summary
+
+    def after_end(self, status: str, *, can_resume: bool = True) -> str:
+        """Leave what there is after an early end; says what that is, and how to go on.
+
+        What goes wrong here must not hide why the run ended.
+        """
+        trouble = ""
+        try:
+            self.leave(status)
+        except ExoTrainError as error:
+            trouble = f" (and then: {error})"
+        path = self.run_dir.path
+        saved_step = self.progress.saved_step
+        num_dropped = self.progress.totals.num_dropped
+        if num_dropped and num_dropped == self.progress.step:
+            said = f"nothing was trained (see {path})"
+        elif saved_step:
+            said = f"the work up to step {saved_step} is saved in {path}"
+        else:
+            said = f"nothing was saved yet in {path}"
+        if can_resume:
+            said += f"; go on with: {command_line('exo-train', 'train', '--resume', path)}"
+        return said + trouble
+
+    def _write_adapters(self) -> AdapterPaths | None:
+        """Write the newest checkpoint's adapter in both formats, with the tokenizer beside it."""
+        checkpoint = newest_checkpoint(self.run_dir.path)
+        if checkpoint is None or not checkpoint.optimizer["step"]:
+            return None
+        plan = self.ring.plan
+        require_free_bytes(
+            self.run_dir.path,
+            needed_bytes=3 * sum(array.nbytes for array in checkpoint.adapter.values()),
+            what="the adapter in two formats",
+        )
+        paths = write_adapters(
+            self.run_dir.adapters,
+            checkpoint.adapter,
+            lora=plan.lora,
+            base_model=str(self.model.path),
+            num_layers=plan.num_layers,
+            steps=int(checkpoint.optimizer["step"]),  # dropped steps trained nothing
+        )
+        tokenizer = load_tokenizer(self.model.path)
+        for path in (paths.peft, paths.mlx):
+            tokenizer.save_pretrained(str(path))
+        return paths
+
+    def _devices(self) -> tuple[DeviceSummary, ...]:
+        progress = self.progress
+        return tuple(
+            DeviceSummary(
+                name=rank.name,
+                rank=rank.rank,
+                backend=rank.backend,
+                device=rank.device,
+                layers=(rank.stage.start, rank.stage.end),
+                busy_share=progress.busy_share(rank.rank),
+                peak_memory_bytes=progress.peak_memory_bytes[rank.rank],
+            )
+            for rank in self.ring.plan.ranks
+        )
