@@ -6,6 +6,7 @@ ExoTrainError
 │   └── ModelError         2   a model directory, file or architecture
 ├── PeerError              3   the network or another device
 │   ├── PeerLostError      3   a device stopped answering during a run
+│   ├── TakenOverError     3   another device leads the run now
 │   └── ProtocolError      3   a message that breaks the protocol
 ├── DoesNotFitError        4   memory
 ├── NumericsError          5   a number went wrong
@@ -38,6 +39,10 @@ class PeerError(ExoTrainError):
 
 
 class PeerLostError(PeerError):
+    pass
+
+
+class TakenOverError(PeerError):
     pass
 
 

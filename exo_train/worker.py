@@ -183,6 +183,9 @@ class GrpcSurroundings:
             tls_name=tls.name,
         )
 
+    def check(self, plan: Plan) -> None:
+        self._generations.stopper(plan.generation).check()
+
     def interrupt(self, reason: ExoTrainError, *, before: int) -> None:
         self._generations.end_before(before, reason)
         if self._server is not None:

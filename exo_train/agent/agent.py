@@ -27,11 +27,13 @@ from exo_train.agent.own_device import LOOPBACK, JoinOptions, OwnDevice
 from exo_train.agent.profiles import Profiles
 from exo_train.agent.protocol import PROTOCOL_VERSION, Introduction, greeting
 from exo_train.agent.replicas import Replicas
-from exo_train.agent.run_session import WorkerSettings
+from exo_train.agent.run_session import WorkerSettings, lease_s
 from exo_train.agent.services import ControlService, HandshakeService
+from exo_train.agent.sessions import Sessions
 from exo_train.agent.status import describe
 from exo_train.agent.strangers import Strangers
 from exo_train.agent.survey import Survey
+from exo_train.agent.takeover import Takeover, parts_of
 from exo_train.backends.registry import available_backends
 from exo_train.cluster.discovery import Discovery
 from exo_train.cluster.home import Home, RememberedPeer
@@ -40,7 +42,7 @@ from exo_train.cluster.link_facts import to_message
 from exo_train.cluster.profile_cache import ProfileCache
 from exo_train.cluster.steady_clock import steady_s
 from exo_train.errors import ConfigError, PeerError
-from exo_train.peer import NodeId
+from exo_train.peer import NodeId, short_id
 from exo_train.transport.channel import bind, bind_each, new_server
 from exo_train.transport.probe import probe_handler
 from exo_train.transport.tls import Gate
@@ -83,7 +85,8 @@ class Agent:
         self._instance = secrets.token_hex(8)
         self._closing = threading.Event()
         self._is_leaving = False
-        self._control: ControlService | None = None
+        self._sessions = Sessions(self._worker_settings, name_of=self._name_of, lease_s=lease_s())
+        self._takeover = Takeover(home, lambda: parts_of(self.introduce(), self.meeting))
         self._survey: Survey | None = None
 
     def __enter__(self) -> Agent:
@@ -136,7 +139,7 @@ class Agent:
             self.meeting,
             self.admissions,
             self.gate,
-            self._worker_settings,
+            self._sessions,
             profiles,
             Replicas(self.home.replicas, device=self.device.name),
         )
@@ -148,7 +151,7 @@ class Agent:
         self._start(stack, self._control, self.survey)
 
     def _run_id(self) -> str:
-        facts = self._control.run_facts() if self._control is not None else None
+        facts = self._sessions.facts()
         return facts.run_id if facts is not None else ""
 
     def _belong(self) -> None:
@@ -168,7 +171,7 @@ class Agent:
             self.admissions.tls,
             interface=self._options.interface,
             addresses=self.device.addresses,
-            is_running=lambda: self._control is not None and self._control.run_facts() is not None,
+            is_running=lambda: self._sessions.facts() is not None,
             say=self.say,
         )
         self.strangers = Strangers(self.port, say=log.warning)
@@ -228,6 +231,8 @@ class Agent:
                     self.meeting.suggest(address, peer.node_id, is_lasting=True)
         stack.callback(self.meeting.close)
         stack.callback(control.close)
+        self._takeover.start()
+        stack.callback(self._takeover.close)
         survey.start()
         stack.callback(survey.close)
         upkeep = threading.Thread(target=self._upkeep, name="upkeep", daemon=True)
@@ -263,7 +268,7 @@ class Agent:
             instance=self._instance,
             addresses=self.device.addresses(),
             wifi_hosts=self.device.wifi_hosts(),
-            run=self._control.run_facts() if self._control else None,
+            run=self._sessions.facts(),
             unreachable=survey is not None and survey.is_unreachable,
             links=tuple(to_message(link) for link in survey.own_links()) if survey else (),
         )
@@ -276,9 +281,17 @@ class Agent:
             remembered=self.home.remembered_peers(),
             links=self.survey.listing(),
             other_clusters=len(self.announcer.heard().other_clusters),
-            worker_pid=self._control.worker_pid() if self._control else None,
+            worker_pid=self._sessions.worker_pid(),
+            takeovers=self._takeover.sentences(),
             age_s=steady_s() - self._started_s,
         )
+
+    def _name_of(self, node_id: NodeId) -> str:
+        told = self.meeting.told(node_id)
+        if node_id == self.node_id or told is None:
+            names = {**self.home.remembered_names(), self.node_id: self.device.name}
+            return names.get(node_id, short_id(node_id))
+        return told.facts.name
 
     def _upkeep(self) -> None:
         """Follow the network, and remember whom this device met, until the agent ends."""
@@ -346,8 +359,7 @@ class Agent:
             self.expel("a member removed this device from the cluster")
             return
         self.meeting.removed(node_id)
-        if self._control is not None:
-            self._control.end_runs_of(node_id)
+        self._sessions.end_runs_of(node_id)
 
     def _take_expulsion(self, by: NodeId | None, said: str) -> None:
         if not self.admissions.is_removed(self.node_id):

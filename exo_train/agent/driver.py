@@ -7,18 +7,18 @@ where `train` was typed, the run's coordinator.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from exo_train.agent.adopting import Estate, carrying_metrics
 from exo_train.agent.finishing import Finish
 from exo_train.agent.household_now import HouseholdNow
 from exo_train.agent.members import wait_candidates
-from exo_train.agent.opening import Narrator, OpenedModel, open_for_run
+from exo_train.agent.opening import Narrator, OpenedModel, open_for_run, own_tls
 from exo_train.agent.recovery import Recovery
-from exo_train.agent.replicating import Replicator
+from exo_train.agent.replicating import CopiedPlans, Replicator
 from exo_train.agent.resuming import (
     NOT_COMPARED,
     check_same,
@@ -29,11 +29,10 @@ from exo_train.agent.resuming import (
 )
 from exo_train.agent.run_data import encode_data, fingerprint
 from exo_train.agent.run_plan import Run, choose_plan
+from exo_train.agent.succession import Succession, model_names, read_succession
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
-from exo_train.errors import ExoTrainError
-from exo_train.plan.history import StepId
-from exo_train.plan.plan import Plan
+from exo_train.plan.stages import StageSpec
 from exo_train.shell import command_line
 from exo_train.train.checkpoint import Checkpoint, expected_checkpoint_bytes
 from exo_train.train.disk_pause import DiskPause
@@ -43,6 +42,7 @@ from exo_train.train.ring import Ring
 from exo_train.train.rows import read_data
 from exo_train.train.rundir import RunDir, Summary, check_free
 from exo_train.train.saving import Saver, SaveTimer, check_space
+from exo_train.train.state_copies import layout_bytes, state_layout
 from exo_train.train.step_shapes import steps_of
 
 
@@ -97,6 +97,12 @@ def _train(
     household = stack.enter_context(
         HouseholdNow(home, config, model, narrator, wants_stop=watcher.wants_stop)
     )
+    before = plan_before(resume, on_note=narrator.on_note) if resume else None
+    if before:
+        estate = Estate.of(run_dir, before, checkpoint, state, own_id=household.own_id)
+        before, checkpoint = estate.taken(
+            household.status, own_tls(home), on_note=narrator.on_note, wants_stop=watcher.wants_stop
+        )
     candidates, status = wait_candidates(
         household, config, on_note=narrator.on_note, wants_stop=watcher.wants_stop
     )
@@ -108,28 +114,23 @@ def _train(
         coordinator=household.own_id,
         again=command_line("exo-train", "train", "--resume", run_dir),
     )
-    before = plan_before(resume, on_note=narrator.on_note) if resume else None
     chosen = choose_plan(
         run, candidates, household.asking(fresh=replan), before=None if replan else before
     )
-    if before is not None:
-        chosen = chosen.following(before)
+    chosen = chosen.following(before) if before else chosen
     directory = RunDir.create(run_dir, allow_existing=resume is not None)
     if resume is None:
         stack.enter_context(directory.in_use())
         write_rows(directory.path, train=data.batches.examples, held_out=data.held_out)
     # From here on the run can be taken up again with --resume, even from step 0.
     directory.write_config(_absolute(config, model.path, run_dir))
-    with _resumable(run.again):
-        ring = stack.enter_context(household.ring_of(chosen.plan))
-        at = StepId(generation=0, step=checkpoint.step if checkpoint else 0)
-        num_trainable = household.bring_up(ring, at=at)
-        check_space(
-            directory.path,
-            checkpoint_bytes=_checkpoint_bytes(ring.plan, num_trainable),
-            num_checkpoints=config.keep + 2,
-        )
-    directory.write_plan(ring.plan.to_json())
+    _write_succession(directory.path, chosen.plan.run_id, config, model, household)
+    check_space(
+        directory.path,
+        checkpoint_bytes=_checkpoint_bytes(model, config),
+        num_checkpoints=config.keep + 2,
+    )
+    ring = stack.enter_context(household.ring_of(chosen.plan))
     recovery = Recovery(
         ring, run, chosen, household, on_note=narrator.on_note, wants_stop=watcher.wants_stop
     )
@@ -156,7 +157,7 @@ def _train_on(
         directory.path,
         holders=household.holders,
         on_note=watcher.on_note,
-        takes_over=checkpoint is not None,
+        takes_over=ring.plan.generation > 1,  # resumed
     )
     pause = DiskPause(device=household.own_name, say=watcher.on_note, wants_stop=watcher.wants_stop)
     trainer = Trainer(
@@ -166,7 +167,7 @@ def _train_on(
         directory,
         num_steps=config.steps or config.epochs * data.batches.steps_per_epoch,
         identity=state,
-        watcher=watcher,
+        watcher=carrying_metrics(watcher, ring),
         saver=Saver(
             directory.path,
             keep=config.keep,
@@ -176,19 +177,24 @@ def _train_on(
         ),
         timer=SaveTimer(every_steps=config.save_every, every_minutes=config.save_minutes),
         pause=pause,
-        regrouping=recovery,
+        regrouping=CopiedPlans(recovery, ring, replicator),
         prediction=recovery.chosen.prediction,
         advise=recovery.chosen.advise,
     )
     finish = Finish(directory, ring, model, trainer.progress)
     with finish.told_with_errors():
-        trainer.run(checkpoint)
+        trainer.run(checkpoint, bring_up=lambda at: household.bring_up(ring, at=at))
     return Outcome(run_dir=directory.path, summary=pause.pausing(lambda: finish.leave("done")))
 
 
-def _checkpoint_bytes(plan: Plan, num_trainable: int) -> int:
-    num_arrays = 2 * plan.num_layers * len(plan.lora.targets)
-    return expected_checkpoint_bytes(num_trainable=num_trainable, num_arrays=num_arrays)
+def _checkpoint_bytes(model: OpenedModel, config: TrainConfig) -> int:
+    spec = model.manifest.spec
+    whole = StageSpec(start=0, end=spec.num_layers, embedding=True, head=True)
+    layout = state_layout(spec, config.lora, whole)
+    return expected_checkpoint_bytes(
+        num_trainable=layout_bytes(layout) // 12,  # with two moments, in fp32
+        num_arrays=len(layout) // 3,
+    )
 
 
 def _identity(model: OpenedModel, data: Data, config: TrainConfig) -> dict[str, Any]:
@@ -198,15 +204,6 @@ def _identity(model: OpenedModel, data: Data, config: TrainConfig) -> dict[str, 
         "data_hash": fingerprint(data.batches.examples),
         "options": {k: v for k, v in config.to_dict().items() if k not in NOT_COMPARED},
     }
-
-
-@contextlib.contextmanager
-def _resumable(again: str) -> Iterator[None]:
-    """Add to an error before the first step how to go on."""
-    try:
-        yield
-    except ExoTrainError as error:
-        raise type(error)(f"{error}; no step was done; go on with: {again}") from None
 
 
 def _read(
@@ -224,6 +221,20 @@ def _read(
     spec.validate_max_seq_length(config.max_seq_length)
     data = encode_data(files, config, model_path=model.path, spec=spec, on_note=narrator.on_note)
     return model, data
+
+
+def _write_succession(
+    run_dir: Path, run_id: str, config: TrainConfig, model: OpenedModel, household: HouseholdNow
+) -> None:
+    before = read_succession(run_dir)
+    Succession(
+        run_id=run_id,
+        wanted=config.takeover,
+        models=model_names([config.model, str(model.path.resolve())], before),
+        model_hash=model.manifest.model_hash,
+        coordinator=household.own_id,
+        coordinator_name=household.own_name,
+    ).write(run_dir)
 
 
 def _run_dir(home: Home, config: TrainConfig, resume: Path | None) -> Path:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from exo_train.agent.opening import OpenedModel
-from exo_train.errors import ExoTrainError, InterruptedRunError, NumericsError
+from exo_train.errors import ExoTrainError, InterruptedRunError, NumericsError, TakenOverError
 from exo_train.export.adapters import AdapterPaths, write_adapters
 from exo_train.models.tokenizer import load_tokenizer
 from exo_train.shell import command_line
@@ -37,10 +37,10 @@ class Finish:
             yield
         except InterruptedRunError as error:
             raise InterruptedRunError(f"{error}; {self.after_end('interrupted')}") from None
-        except NumericsError as error:
-            # Going on with the same options would end the same way.
+        except (NumericsError, TakenOverError) as error:
+            # Going on with the same options would end the same way, or disturb who goes on now.
             left = self.after_end("failed", can_resume=False)
-            raise NumericsError(f"{error}; {left}") from None
+            raise type(error)(f"{error}; {left}") from None
         except ExoTrainError as error:
             raise type(error)(f"{error}; {self.after_end('failed')}") from None
         except BaseException:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from exo_train.agent.adopting import check_still_led
 from exo_train.agent.live_plan import Asking
 from exo_train.agent.local_client import LocalClient, own_agent
 from exo_train.agent.members import candidates_now
@@ -32,7 +33,7 @@ from exo_train.errors import PeerError
 from exo_train.peer import Address, NodeId
 from exo_train.plan.history import StepId
 from exo_train.plan.plan import Plan
-from exo_train.train.ring import START, RankChannel, Ring
+from exo_train.train.ring import RankChannel, Ring
 
 MEET_S = 8.0
 MEET_POLL_S = 0.3
@@ -57,6 +58,7 @@ class HouseholdNow:
         self._wants_stop = wants_stop
         self._token = secrets.token_hex(16)
         self._run_id = ""
+        self._generation = 0  # of the ring that was brought up last
         self._endpoints: tuple[Address, ...] = ()
         self._stack = contextlib.ExitStack()
         self._client: LocalClient | None = None
@@ -111,8 +113,12 @@ class HouseholdNow:
         )
 
     def look(self) -> list[tuple[Candidate, float]]:
-        """Give who could take part now, each with the seconds for which its agent was live."""
+        """Give who could take part now, each with the seconds for which its agent was live.
+
+        Raises TakenOverError where another device leads the run by now.
+        """
         status = self.status()
+        check_still_led(status, self._run_id, self._generation)
         live_s = {m["id"]: float(m["since_s"]) for m in status["members"]}
         return [(c, live_s[c.node_id]) for c in candidates_now(status, self._config)]
 
@@ -137,12 +143,10 @@ class HouseholdNow:
             on_note=self._narrator.on_note,
         )
 
-    def bring_up(self, ring: Ring, *, at: StepId = START) -> int:
-        """Start the workers that are missing, prove the links, load the tensors.
-
-        Gives the number of values that are trained.
-        """
+    def bring_up(self, ring: Ring, *, at: StepId) -> None:
+        """Start the workers that are missing, prove the links, load the tensors."""
         self._serve(ring.plan.run_id)
+        self._generation = ring.plan.generation
         self._narrator.on_plan(ring.prepare())
         loaded = ring.load(
             weights_access(self._model, self._status, self._endpoints, self._token),
@@ -150,7 +154,6 @@ class HouseholdNow:
             at=at,
         )
         tell_fetched(ring.plan, loaded, self._narrator.on_note)
-        return sum(answer.num_trainable for answer in loaded)
 
     def holders(self) -> list[Holder]:
         """Give the other devices that are here: they may keep copies of the run's files."""

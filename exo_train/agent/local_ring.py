@@ -33,6 +33,7 @@ from exo_train.transport.stopping import EVERY_GENERATION, Generations
 from exo_train.wire.pb import control_pb2 as pb
 
 CLOSE_TIMEOUT_S = 10.0
+BEAT_S = 2.0
 
 
 class LocalNetwork:
@@ -137,6 +138,9 @@ class LocalSurroundings:
         assert holder is not None
         self._network.send_shadow(plan.generation, holder, snapshot)
 
+    def check(self, plan: Plan) -> None:
+        self._generations.stopper(plan.generation).check()
+
     def interrupt(self, reason: ExoTrainError, *, before: int) -> None:
         self._generations.end_before(before, reason)
 
@@ -158,6 +162,7 @@ class LocalRank:
         runner = StageRunner(self._surroundings, send=on_event)
         self._thread = threading.Thread(target=self._run, args=(runner, on_event), daemon=True)
         self._thread.start()
+        threading.Thread(target=self._beat, args=(self._thread, on_event), daemon=True).start()
 
     def send(self, message: pb.RunMessage) -> None:
         interrupt_early(self._surroundings, message)
@@ -167,6 +172,12 @@ class LocalRank:
         self._inbox.put(None)
         if self._thread is not None:
             self._thread.join(timeout=CLOSE_TIMEOUT_S)
+
+    def _beat(self, thread: threading.Thread, on_event: Callable[[Event], None]) -> None:
+        """Give signs of life, as an agent does while a framework is imported."""
+        while thread.is_alive():
+            on_event(pb.RunMessage(progress=pb.Progress(phase="working")))
+            thread.join(BEAT_S)
 
     def _run(self, runner: StageRunner, on_event: Callable[[Event], None]) -> None:
         try:

@@ -161,5 +161,6 @@ def _makes_sense(run: pb.RunFacts) -> bool:
     return (
         _is_shown(run.run_id)
         and _is_shown(run.phase)
+        and _is_shown(run.coordinator_id)
         and all(math.isfinite(value) and value >= 0 for value in seconds)
     )

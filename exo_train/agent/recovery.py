@@ -22,6 +22,7 @@ from exo_train.errors import (
     InterruptedRunError,
     NumericsError,
     PeerError,
+    TakenOverError,
 )
 from exo_train.plan.history import newest_whole
 from exo_train.plan.plan import RankPlan
@@ -39,7 +40,7 @@ PAUSE_LOOK_S = 2.0
 # What an allocator's failure says was needed is not known: so much of the stage's share more.
 MORE_RESERVE = 0.25
 
-_FATAL = (ConfigError, NumericsError, InterruptedRunError)
+_FATAL = (ConfigError, NumericsError, InterruptedRunError, TakenOverError)
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class Recovery:
             self._run,
             lambda: self.chosen,
             self._household.asking(from_thread=True),
-            set_aside=lambda: self.set_aside.keys(),
+            set_aside=self._unwanted,
             recovery_s=lambda: self._recovery_s,
         )
         return self._standbys
@@ -96,6 +97,16 @@ class Recovery:
     def set_aside(self) -> dict[Key, str]:
         """Give the devices that are left out until the run ends, with the reason."""
         return {key: losses.aside for key, losses in self._losses.items() if losses.aside}
+
+    def _unwanted(self) -> set[Key]:
+        """Give those that are set aside or gone a moment ago; also for another thread to ask."""
+        now_s = self._clock_s()
+        return {
+            key
+            for key, losses in tuple(self._losses.items())
+            if losses.aside
+            or (losses.agent_gone_s is not None and now_s - losses.agent_gone_s < MOURNING_S)
+        }
 
     def wanted(self, *, steps_left: int, step_s: float) -> str:
         if self._standbys is None:
@@ -110,24 +121,17 @@ class Recovery:
         on_pause: Callable[[Restored], None],
     ) -> Regrouped:
         ranks_before = self._ring.plan.ranks
+        started_s = self._clock_s()
+        attempt = _Attempt(self._ring.plan.generation, may_grow=isinstance(reason, str))
         if isinstance(reason, ExoTrainError):
-            self._check_helps(reason, known, on_pause)
+            attempt.hopeless = self._judged(reason, known)
             self._on_note(f"{reason}; going on with who is left")
         else:
             self._on_note(reason)
         if self._standbys is not None:
             self._standbys.taken()
-        started_s = self._clock_s()
-        attempt = _Attempt(self._ring.plan.generation, may_grow=isinstance(reason, str))
-        while True:
-            try:
-                self._one_attempt(attempt, known, on_pause)
-                break
-            except _FATAL:
-                raise
-            except ExoTrainError as error:
-                self._check_helps(error, known, on_pause)
-                self._on_note(f"{error}; trying again")
+        while not self._has_succeeded(attempt, known, on_pause):
+            pass
         assert attempt.restored is not None
         if not attempt.paused:
             self._recovery_s = self._clock_s() - started_s
@@ -140,26 +144,47 @@ class Recovery:
             advise=self.chosen.advise,
         )
 
-    def _one_attempt(
+    def _has_succeeded(
         self, attempt: _Attempt, known: Known, on_pause: Callable[[Restored], None]
-    ) -> None:
+    ) -> bool:
+        """Try once; False: once more. Whoever ends it finds the state saved."""
+        try:
+            self._restore(attempt, known)
+            assert attempt.restored is not None
+            if attempt.hopeless is not None:
+                on_pause(attempt.restored)
+                raise attempt.hopeless
+            self._plan(attempt, attempt.restored, on_pause)
+            self._ring.reform(self.chosen.plan, self._household.channels(self.chosen.plan))
+            self._household.bring_up(self._ring, at=attempt.restored.at)
+            if attempt.restored.state:
+                self._ring.store_state(attempt.restored.state)
+        except InterruptedRunError:
+            if attempt.restored is not None:
+                on_pause(attempt.restored)
+            raise
+        except ExoTrainError as error:
+            if error is attempt.hopeless:
+                raise
+            attempt.hopeless = self._judged(error, known)
+            self._on_note(f"{error}; trying again")
+            return False
+        return True
+
+    def _restore(self, attempt: _Attempt, known: Known) -> None:
+        """Stop all ranks, and fetch the state that the run goes on from, once."""
         attempt.generation += 1
         holdings = self._ring.rewind(attempt.generation)
         self._note_losses()
         point("recover")
-        if attempt.restored is None:
-            num_layers = self._run.manifest.spec.num_layers
-            at = newest_whole(holdings, num_layers=num_layers, up_to=known.up_to)
-            if at is not None and (known.held is None or known.held[0] < at):
-                attempt.restored = Restored(at=at, state=self._ring.collect_held(at))
-            else:
-                attempt.restored = _from_driver(known, attempt.generation)
-        self._plan(attempt, attempt.restored, on_pause)
-        self._ring.reform(self.chosen.plan, self._household.channels(self.chosen.plan))
-        restored = attempt.restored
-        self._household.bring_up(self._ring, at=restored.at)
-        if restored.state:
-            self._ring.store_state(restored.state)
+        if attempt.restored is not None:
+            return
+        num_layers = self._run.manifest.spec.num_layers
+        at = newest_whole(holdings, num_layers=num_layers, up_to=known.up_to)
+        own = None if at == known.up_to else _from_driver(known, attempt.generation)
+        if at is not None and (own is None or own.at.step < at.step):
+            own = Restored(at=at, state=self._ring.collect_held(at))
+        attempt.restored = own or Restored(at=START, state={})
 
     def _plan(
         self, attempt: _Attempt, restored: Restored, on_pause: Callable[[Restored], None]
@@ -170,6 +195,8 @@ class Recovery:
             try:
                 self.chosen = self._planned(attempt)
                 return
+            except TakenOverError:
+                raise
             except (DoesNotFitError, PeerError) as error:
                 if not attempt.paused:
                     attempt.paused = True
@@ -239,21 +266,22 @@ class Recovery:
                 )
                 self._on_note(f"{rank.name} is set aside until the run ends: {losses.aside}")
 
-    def _check_helps(
-        self, error: ExoTrainError, known: Known, on_pause: Callable[[Restored], None]
-    ) -> None:
-        """Raise `error` where trying again would end the same way."""
+    def _judged(self, error: ExoTrainError, known: Known) -> ExoTrainError | None:
+        """Raise `error` where the state is no use; give one where trying again is none."""
         if isinstance(error, _FATAL):
             raise error
-        self._fruitless = self._fruitless + 1 if known.up_to.step == self._last_step else 1
-        self._last_step = known.up_to.step
+        is_same = known.up_to.step == self._last_step
+        self._last_step, self._fruitless = known.up_to.step, self._fruitless * is_same + 1
+        hopeless = None
         if self._fruitless > MAX_FRUITLESS:
-            raise type(error)(f"{error}; {MAX_FRUITLESS} recoveries in a row brought no step")
+            said = f"{error}; {MAX_FRUITLESS} recoveries in a row brought no step"
+            hopeless = type(error)(said)
         for rank in self._ring.out_of_memory():
             losses = self._losses.setdefault(_key(rank), _Losses())
             losses.ran_out += 1
-            if losses.ran_out > 1:
-                raise error  # planned with more reserve it ran out again
+            if losses.ran_out > 1:  # planned with more reserve it ran out again
+                hopeless = error
+        return hopeless
 
 
 @dataclass(slots=True)
@@ -262,16 +290,15 @@ class _Attempt:
     may_grow: bool  # new devices are what it is for
     restored: Restored | None = None
     paused: bool = False
+    hopeless: ExoTrainError | None = None  # to be raised as soon as the state is saved
 
 
-def _from_driver(known: Known, generation: int) -> Restored:
-    """Give the newest state that this process or its disk has; else the run begins anew."""
+def _from_driver(known: Known, generation: int) -> Restored | None:
+    """Give the newest state that this process or its disk has."""
     checkpoint = known.newest_checkpoint()
     if known.held is not None and (checkpoint is None or known.held[0].step >= checkpoint.step):
         return Restored(at=known.held[0], state=known.held[1])
-    if checkpoint is not None:
-        return from_checkpoint(checkpoint, generation=generation)
-    return Restored(at=START, state={})
+    return from_checkpoint(checkpoint, generation=generation) if checkpoint is not None else None
 
 
 def _key(rank: RankPlan) -> Key:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
-from exo_train.agent.protocol import HELLO_TIMEOUT_S
+from exo_train.agent.local_client import ERROR_METADATA
+from exo_train.agent.protocol import HEARTBEAT_S, HELLO_TIMEOUT_S
 from exo_train.cluster.interfaces import all_dialable
-from exo_train.errors import ExoTrainError, PeerLostError
+from exo_train.errors import ExoTrainError, PeerLostError, TakenOverError
 from exo_train.peer import Address
 from exo_train.train.ring import Event, LostRankError
 from exo_train.transport.channel import open_channel
@@ -75,7 +76,14 @@ class RemoteRank:
         )
 
     def _requests(self) -> Iterator[pb.RunMessage]:
-        while (message := self._outgoing.get()) is not None:
+        """Give what is to be sent, and a sign of life when there is nothing."""
+        while True:
+            try:
+                message = self._outgoing.get(timeout=HEARTBEAT_S)
+            except queue.Empty:
+                message = pb.RunMessage(progress=pb.Progress())
+            if message is None:
+                return
             yield message
 
     def _listen(self, stream: Iterator[pb.RunMessage], on_event: Callable[[Event], None]) -> None:
@@ -84,9 +92,18 @@ class RemoteRank:
                 on_event(message)
             ended: ExoTrainError = LostRankError(f"{self._name} ended its part of the run")
         except grpc.RpcError as error:
-            ended = LostRankError(f"{self._name}: {_reason(error)}")
+            ended = _ending(self._name, error)
         if not self._closing:
             on_event(ended)
+
+
+def _ending(name: str, error: grpc.RpcError) -> ExoTrainError:
+    metadata = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
+    if any(
+        m.key == ERROR_METADATA and str(m.value) == TakenOverError.__name__ for m in metadata or ()
+    ):
+        return TakenOverError(error.details())
+    return LostRankError(f"{name}: {_reason(error)}")
 
 
 def _reason(error: grpc.RpcError) -> str:

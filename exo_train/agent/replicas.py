@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from exo_train.agent.run_session import MAX_RUN_ID_CHARS
+from exo_train.agent.succession import TAKEOVER_FILE
 from exo_train.errors import ConfigError, PeerError, ProtocolError
 from exo_train.peer import NodeId, short_id
 from exo_train.train import checkpoint
@@ -33,7 +34,7 @@ from exo_train.train.rundir import CONFIG_FILE, METRICS_FILE, PLAN_FILE, SUMMARY
 from exo_train.wire.pb import control_pb2 as pb
 
 # No other name is ever written, so that none can lead out of the folder or into its workings.
-RUN_FILES = (CONFIG_FILE, PLAN_FILE, METRICS_FILE, ROWS_FILE)
+RUN_FILES = (CONFIG_FILE, PLAN_FILE, METRICS_FILE, ROWS_FILE, TAKEOVER_FILE)
 CHECKPOINT_FILES = (
     checkpoint.ADAPTER_FILE,
     checkpoint.OPTIMIZER_FILE,

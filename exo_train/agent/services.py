@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NoReturn
 
 import grpc
 
 from exo_train.agent.admissions import Admissions
+from exo_train.agent.local_client import ERROR_METADATA
 from exo_train.agent.meeting import Meeting
 from exo_train.agent.profiles import Profiles
 from exo_train.agent.protocol import MAX_ENDPOINTS
 from exo_train.agent.replicas import MAX_KEEP_S, Replicas
-from exo_train.agent.run_session import RunSession, WorkerSettings
+from exo_train.agent.run_session import RunSession
+from exo_train.agent.sessions import Sessions, TooManyRunsError
 from exo_train.cluster.interfaces import all_dialable, local_addresses, without_zone
-from exo_train.errors import ExoTrainError, ProtocolError
-from exo_train.peer import Address, NodeId
+from exo_train.errors import ExoTrainError, ProtocolError, TakenOverError
+from exo_train.peer import Address
 from exo_train.plan.block_times import ProfileRequest
 from exo_train.train.messages import from_endpoints, to_failure
 from exo_train.transport.reach import Reach, reach_all
@@ -32,7 +33,6 @@ from exo_train.wire.pb import handshake_pb2, pairing_pb2
 from exo_train.wire.pb.control_pb2_grpc import ControlServicer
 from exo_train.wire.pb.handshake_pb2_grpc import HandshakeServicer
 
-MAX_SESSIONS = 16
 OUTCOMES = {
     Reach.CONNECTED: pb.CONNECTED,
     Reach.REFUSED: pb.REFUSED,
@@ -52,14 +52,14 @@ class HandshakeService(HandshakeServicer):
 
 
 class ControlService(ControlServicer):
-    """Thread-safe; `settings` is asked at each run's start."""
+    """Thread-safe; `sessions` are the runs that others lead here."""
 
     def __init__(
         self,
         meeting: Meeting,
         admissions: Admissions,
         gate: Gate,
-        settings: Callable[[], WorkerSettings],
+        sessions: Sessions,
         profiles: Profiles,
         replicas: Replicas,
     ) -> None:
@@ -68,9 +68,7 @@ class ControlService(ControlServicer):
         self._gate = gate
         self._profiles = profiles
         self._replicas = replicas
-        self._settings = settings
-        self._sessions: list[RunSession] = []
-        self._lock = threading.Lock()
+        self.sessions = sessions
 
     def Hello(self, request: pb.HelloRequest, context: grpc.ServicerContext) -> pb.HelloReply:
         self._check_claim(request.sender.node_id, context)
@@ -133,8 +131,7 @@ class ControlService(ControlServicer):
         try:
             yield from session.serve(request_iterator, context)
         finally:
-            with self._lock:
-                self._sessions.remove(session)
+            self.sessions.left(session)
 
     def KeepReplica(
         self, request_iterator: Iterator[pb.ReplicaPiece], context: grpc.ServicerContext
@@ -151,54 +148,22 @@ class ControlService(ControlServicer):
             return pb.ReplicaKept(failure=to_failure(error))
         return pb.ReplicaKept()
 
-    def run_facts(self) -> pb.RunFacts | None:
-        """Give the newest run that this device takes part in, or None."""
-        with self._lock:
-            session = self._sessions[-1] if self._sessions else None
-        if session is None:
-            return None
-        return pb.RunFacts(
-            run_id=session.run_id,
-            generation=session.generation,
-            rank=session.rank,
-            phase=session.phase,
-            phase_age_s=session.phase_age_s,
-            phase_limit_s=session.phase_limit_s,
-        )
-
-    def worker_pid(self) -> int | None:
-        with self._lock:
-            return self._sessions[-1].worker_pid if self._sessions else None
-
-    def end_runs_of(self, node_id: NodeId) -> None:
-        """End this device's part in the runs that a removed device leads."""
-        with self._lock:
-            sessions = [session for session in self._sessions if session.driver == node_id]
-        for session in sessions:
-            session.stop()
-
     def close(self) -> None:
         """End what others have begun here: ranks of runs, and a layer's timing."""
-        with self._lock:
-            sessions = list(self._sessions)
-        for session in sessions:
-            session.stop()
+        self.sessions.close()
         self._profiles.close()
 
     def _open(self, first: pb.RunMessage, context: grpc.ServicerContext) -> RunSession:
-        settings, driver = self._settings(), caller_id(context)  # before the lock: they may ask us
-        with self._lock:
-            if len(self._sessions) >= MAX_SESSIONS:
-                context.abort(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"takes part in {MAX_SESSIONS} runs already"
-                )
-            try:
-                session = RunSession(settings, first, driver)
-            except ExoTrainError as error:
-                code = grpc.StatusCode.FAILED_PRECONDITION
-                self._gate.refuse(context, code, "a run that does not fit", str(error))
-            self._sessions.append(session)
-            return session
+        try:
+            return self.sessions.open(first, caller_id(context))
+        except TooManyRunsError as error:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except TakenOverError as error:
+            context.set_trailing_metadata(((ERROR_METADATA, TakenOverError.__name__),))
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except ExoTrainError as error:
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            self._gate.refuse(context, code, "a run that does not fit", str(error))
 
     def _check_claim(self, node_id: str, context: grpc.ServicerContext) -> None:
         """Refuse a member that speaks in another's name."""

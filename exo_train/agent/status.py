@@ -6,7 +6,7 @@ Owns the JSON's shape. Must not ask anything over the network: it puts together 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from exo_train.agent.meeting import Meeting
@@ -32,6 +32,7 @@ def describe(
     other_clusters: int,
     worker_pid: int | None,
     age_s: float,
+    takeovers: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Give the contract's `status --json`; members are in id order, this device included."""
     now_s = meeting.now_s()
@@ -67,6 +68,7 @@ def describe(
         "other_clusters": other_clusters,
         "run": runs[0] if runs else None,
         **({"runs": runs} if len(runs) > 1 else {}),
+        **({"takeovers": list(takeovers)} if takeovers else {}),
     }
 
 
@@ -147,6 +149,8 @@ def _run_of(run: pb.RunFacts | None) -> dict[str, Any] | None:
         "id": run.run_id,
         "generation": run.generation,
         "rank": run.rank,
+        "coordinator": run.coordinator_id,
+        "orphaned": run.orphaned,
         "phase": run.phase,
         "phase_age_s": round(run.phase_age_s, 1),
         "phase_left_s": round(max(0.0, run.phase_limit_s - run.phase_age_s), 1)

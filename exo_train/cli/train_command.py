@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -26,6 +27,7 @@ from exo_train.ui.run_screen import RunScreen, make_screen
 
 # A closing terminal sends its signal twice at once; only a later Ctrl-C is a second wish.
 SECOND_SIGNAL_S = 0.5
+LAST_WORDS_S = 0.5  # for a few bytes to each device
 
 
 def register(app: typer.Typer) -> None:
@@ -190,6 +192,7 @@ def run_training(
         on_evaluation=screen.evaluation,
         on_note=screen.note,
         wants_stop=stop.wanted,
+        on_ring=lambda ring: stop.before_end(ring.tell_end),
     )
     narrator = Narrator(on_note=screen.note, on_plan=screen.plan)
     with stop:
@@ -227,6 +230,11 @@ class _StopOnSignal:
     def __init__(self) -> None:
         self._wanted_since_s: float | None = None
         self._before: dict[int, Any] = {}
+        self._last_words: Callable[[], None] = lambda: None
+
+    def before_end(self, last_words: Callable[[], None]) -> None:
+        """Say what is still to be done when the second signal ends the process at once."""
+        self._last_words = last_words
 
     def wanted(self) -> bool:
         return self._wanted_since_s is not None
@@ -248,4 +256,6 @@ class _StopOnSignal:
             # Straight to the terminal: the screen may be in the middle of a line.
             os.write(2, b"stopping as soon as all is saved; Ctrl-C once more to stop at once\n")
         elif number == signal.SIGINT and now_s - self._wanted_since_s > SECOND_SIGNAL_S:
+            self._last_words()
+            time.sleep(LAST_WORDS_S)
             os._exit(130)

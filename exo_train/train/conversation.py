@@ -138,7 +138,7 @@ class Conversation:
         deadline_s = self.deadline_s(timeout_s)
         answers: dict[int, pb.RunMessage] = {}
         while len(answers) < len(asked):
-            if self.wants_stop() and may_stop():
+            if may_stop() and self.wants_stop():
                 raise InterruptedRunError(f"stopped while {what}")
             missing = [rank for rank in asked if id(rank) not in answers]
             rank, message = self.next(kind, deadline_s, missing, what)
@@ -202,7 +202,11 @@ class Conversation:
                 rank.gone = rank.gone or rank.failure is not None
 
     def forget_failures(self) -> None:
-        """Start anew with those who are left: what they complained of is over."""
+        """Start anew with those who are left: what they complained of is over.
+
+        Ranks whose turn to be started did not come are none yet.
+        """
+        self.ranks = [rank for rank in self.ranks if rank.started]
         for rank in self.ranks:
             if not rank.gone:
                 rank.failure = None

@@ -61,6 +61,7 @@ class StageExecutor:
     above: Link | None
     capture: bool = False
     on_phase: OnPhase = lambda phase, limit_s=0.0: None
+    check: Callable[[], None] = lambda: None  # between microbatches: raises when all should stop
     clock_s: Callable[[], float] = time.perf_counter
     boundaries: dict[str, HostTensor] = field(default_factory=dict)
     _busy_s: float = 0.0
@@ -86,6 +87,7 @@ class StageExecutor:
         self.stage.begin_step(step=step, loss_scale=loss_scale)
         backwards_ended_s = []
         for action in schedule[self.rank]:
+            self.check()
             if action.kind == "F":
                 self._forward(step, inputs[action.microbatch])
             else:
@@ -109,6 +111,7 @@ class StageExecutor:
         loss_sum = 0.0
         self._watch.begin()
         for microbatch in inputs:
+            self.check()
             tag = Tag(step, EVALUATION_MICROBATCH_BASE + microbatch.index)
             given = self._with_hidden(microbatch, tag)
             output = self._timed(self.stage.evaluate, given)

@@ -1,4 +1,4 @@
-"""The learning rate of each optimizer update. Pure arithmetic; owns nothing else."""
+"""The learning rate of each optimizer update, and clipping. Pure arithmetic; owns nothing else."""
 
 from __future__ import annotations
 
@@ -40,3 +40,13 @@ def learning_rate_at(
     progress = (update - start) / (total_updates - 1 - start)
     lowest = peak * min_ratio
     return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def clip_scale(grad_norm: float, max_grad_norm: float) -> float:
+    """Give the factor that brings the global norm down to `max_grad_norm` (0: no clipping).
+
+    Pascanu et al. 2013, arXiv:1211.5063, algorithm 1; PyTorch's `clip_grad_norm_` adds 1e-6.
+    """
+    if max_grad_norm <= 0:
+        return 1.0
+    return min(1.0, max_grad_norm / (grad_norm + 1e-6))

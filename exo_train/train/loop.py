@@ -7,6 +7,7 @@ When a rank is lost, the run goes back to the newest state that is whole and doe
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from exo_train.train.chat import Example
 from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
 from exo_train.train.disk_pause import DiskPause
 from exo_train.train.evaluation import held_out_loss
-from exo_train.train.learning_rate import learning_rate_at
+from exo_train.train.learning_rate import clip_scale, learning_rate_at
 from exo_train.train.metrics import StepMetrics
 from exo_train.train.progress import Interruption, Progress
 from exo_train.train.reckoning import Reckoning, drift_sentence
@@ -70,6 +71,7 @@ class Watcher:
     on_evaluation: Callable[[int, float], None] = lambda step, loss: None
     on_note: Callable[[str], None] = lambda note: None
     wants_stop: Callable[[], bool] = lambda: False
+    on_ring: Callable[[Ring], None] = lambda ring: None
 
 
 class Trainer:
@@ -114,11 +116,21 @@ class Trainer:
         self._step_s = 0.0  # what a step takes now
         self._since_s: float | None = None  # when the interruption began that is not over yet
 
-    def run(self, resumed: Checkpoint | None = None) -> None:
-        """Train to the last step; raises InterruptedRunError with everything saved."""
-        todo: Callable[[], None] | None = self._next_task
+    def run(
+        self,
+        resumed: Checkpoint | None = None,
+        *,
+        bring_up: Callable[[StepId], object] = lambda at: None,
+    ) -> None:
+        """Train to the last step; raises InterruptedRunError with everything saved.
+
+        `bring_up` starts the ring, where it is not, for the point that it is given.
+        """
         if resumed is not None:
-            todo = self._task_of_resuming(resumed)
+            self._run_dir.rewind_metrics(last_step=resumed.step)
+            self._go_back(from_checkpoint(resumed, generation=0))
+        self._watcher.on_ring(self._ring)
+        todo: Callable[[], None] | None = functools.partial(self._begin, resumed, bring_up)
         while todo is not None:
             try:
                 todo()
@@ -133,8 +145,8 @@ class Trainer:
             raise NumericsError("no step was finite: nothing was trained")
 
     def _is_done(self) -> bool:
-        is_last = self.progress.step == self._num_steps
-        return is_last and not (self._evaluation_is_due() or self._save_is_due())
+        is_due = self._evaluation_is_due() or self._save_is_due()
+        return self.progress.step == self._num_steps and not is_due
 
     def _next_task(self) -> None:
         """Do one thing; after it the run can go on from where it is, whatever happens."""
@@ -143,7 +155,7 @@ class Trainer:
         if self._evaluation_is_due():  # before saving: the state has the loss
             self._evaluate()
         elif self._save_is_due():
-            self._save()
+            self._keep(self._ring.collect_state())
         elif reason := self._regrouping.wanted(
             steps_left=self._num_steps - progress.step, step_s=self._step_s
         ):
@@ -159,18 +171,16 @@ class Trainer:
 
     def _save_is_due(self) -> bool:
         step = self.progress.step
-        if not step or step == self.progress.saved_step:
-            return False
-        return step == self._num_steps or self._timer.is_due(step)
+        is_new = 0 < step != self.progress.saved_step
+        return is_new and (step == self._num_steps or self._timer.is_due(step))
 
     def _stop_if_wanted(self) -> None:
         if self._watcher.wants_stop():
             if self.progress.step and self.progress.saved_step != self.progress.step:
-                self._save()
+                self._keep(self._ring.collect_state())
             self._tell_reckoning()
-            raise InterruptedRunError(
-                f"stopped after step {self.progress.step} of {self._num_steps}"
-            )
+            step = self.progress.step
+            raise InterruptedRunError(f"stopped after step {step} of {self._num_steps}")
 
     def _train_step(self, step: int) -> None:
         started_s = self._clock_s()
@@ -261,7 +271,7 @@ class Trainer:
             f"first not finite: {where}"
         )
         if self.progress.totals.dropped_in_a_row >= MAX_DROPPED_IN_A_ROW:
-            self._save()
+            self._keep(self._ring.collect_state())
             raise NumericsError(
                 f"{sentence}; {MAX_DROPPED_IN_A_ROW} steps in a row were dropped; start a new run "
                 f"with a lower --learning-rate or --dtype fp32"
@@ -292,9 +302,6 @@ class Trainer:
                 "damaged, or --dtype cannot hold its numbers; try --dtype fp32"
             )
 
-    def _save(self) -> None:
-        self._keep(self._ring.collect_state())
-
     def _keep(self, state: Arrays) -> None:
         """Write the checkpoint of the step that the run is at."""
         progress = self.progress
@@ -318,16 +325,13 @@ class Trainer:
         self._tell_reckoning()
         raise InterruptedRunError(f"stopped in step {step} of {self._num_steps}, which is dropped")
 
-    def _task_of_resuming(self, checkpoint: Checkpoint) -> Callable[[], None]:
-        self._run_dir.rewind_metrics(last_step=checkpoint.step)
-        self._go_back(from_checkpoint(checkpoint, generation=0))
-        state = {**checkpoint.adapter, **checkpoint.optimizer}
-
-        def restore() -> None:
+    def _begin(self, resumed: Checkpoint | None, bring_up: Callable[[StepId], object]) -> None:
+        bring_up(self._at)
+        self._run_dir.write_plan(self._ring.plan.to_json())
+        if resumed is not None:
+            state = {**resumed.adapter, **resumed.optimizer}
             self._ring.store_state(state)
             self._shadowing.begin(self._ring, self._at, state)
-
-        return restore
 
     def _form_anew(self, reason: ExoTrainError | str) -> None:
         """Have the ring formed anew and go on after the step that all of it can go back to."""
@@ -365,6 +369,7 @@ class Trainer:
     def _enter(self, done: Regrouped, reason: str, *, steps_lost: int) -> None:
         """Go on in the new ring."""
         plan, step = self._ring.plan, self.progress.step
+        names = ", ".join(rank.name for rank in plan.ranks)
         self._pause.pausing(lambda: self._run_dir.rewind_metrics(last_step=step))
         self._pause.pausing(lambda: self._run_dir.write_plan(plan.to_json()))
         self.progress.in_new_ring(len(plan.ranks), Reckoning(done.prediction))
@@ -375,9 +380,9 @@ class Trainer:
                 step=step, reason=reason, lost=done.lost, joined=done.joined, steps_lost=steps_lost
             )
         )
-        devices = ", ".join(rank.name for rank in plan.ranks)
-        again = f"; {steps_lost} committed steps are done again" if steps_lost > 0 else ""
-        self._watcher.on_note(f"the run goes on after step {step} with {devices}{again}")
+        steps = "step is" if steps_lost == 1 else "steps are"
+        again = f"; {steps_lost} committed {steps} done again" if steps_lost > 0 else ""
+        self._watcher.on_note(f"the run goes on after step {step} with {names}{again}")
 
     def _microbatches(self, batch: StepBatch) -> list[Microbatch]:
         return split_microbatches(
@@ -385,16 +390,6 @@ class Trainer:
             microbatch_size=self._ring.plan.microbatch_size,
             max_seq_length=self._config.max_seq_length,
         )
-
-
-def clip_scale(grad_norm: float, max_grad_norm: float) -> float:
-    """Give the factor that brings the global norm down to `max_grad_norm` (0: no clipping).
-
-    Pascanu et al. 2013, arXiv:1211.5063, algorithm 1; PyTorch's `clip_grad_norm_` adds 1e-6.
-    """
-    if max_grad_norm <= 0:
-        return 1.0
-    return min(1.0, max_grad_norm / (grad_norm + 1e-6))
 
 
 def merge(parts: Sequence[Arrays]) -> Arrays:

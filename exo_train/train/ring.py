@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from exo_train.backends.base import Arrays
-from exo_train.errors import DoesNotFitError, ExoTrainError, ProtocolError
+from exo_train.errors import DoesNotFitError, ExoTrainError, ProtocolError, TakenOverError
 from exo_train.models.manifest import ModelManifest
 from exo_train.peer import Address, NodeId
 from exo_train.plan.history import Holding, StepId, shadow_holder
@@ -33,7 +34,9 @@ from exo_train.train.messages import (
     to_microbatch_data,
     to_state_arrays,
 )
+from exo_train.train.snapshots import MAX_METRICS_LINES
 from exo_train.train.stage_loading import LOAD_TIMEOUT_S
+from exo_train.train.step_pieces import STEP_PIECE_BYTES, checked_report, step_pieces
 from exo_train.wire.pb import control_pb2 as pb
 
 __all__ = ["Event", "LostRankError", "RankChannel", "Ring", "WeightsAccess"]
@@ -42,7 +45,6 @@ PREPARE_TIMEOUT_S = 120.0  # importing a framework on a slow disk
 STATE_TIMEOUT_S = 600.0
 # A rank answers a rewind between two microbatches, and one takes long on a slow device.
 REWIND_TIMEOUT_S = 60.0
-STEP_PIECE_BYTES = 4 << 20
 START = StepId(generation=0, step=0)
 
 Key = tuple[NodeId, str]
@@ -72,6 +74,9 @@ class Ring:
         on_note: Callable[[str], None] = lambda note: None,
     ) -> None:
         self.plan = plan
+        # What whoever takes the run over needs beside the state; goes with the next mark.
+        self.metrics_lines: deque[str] = deque(maxlen=MAX_METRICS_LINES)
+        self.metrics_left: list[str] = []  # what went with marks, as the last rewind found it
         self._best_host = best_host
         self._talk = Conversation(
             plan.run_id, plan.generation, wants_stop=wants_stop, on_note=on_note
@@ -190,14 +195,14 @@ class Ring:
                 to_microbatch_data(m, with_tokens=index == 0, with_targets=index == last)
                 for m in microbatches
             ]
-            for piece in _pieces(data):
+            for piece in step_pieces(data, STEP_PIECE_BYTES):
                 piece.step, piece.evaluation, piece.loss_scale = step, evaluation, loss_scale
                 self._talk.tell(rank, step_input=piece)
         answers = self._talk.wait_all(
             "step_report", timeout_s=timeout_s, what=f"step {step}", may_stop=may_stop
         )
         return [
-            _of_step(rank, answer.step_report, step)
+            checked_report(rank.name, answer.step_report, step)
             for rank, answer in zip(self._talk.ranks, answers, strict=True)
         ]
 
@@ -220,7 +225,13 @@ class Ring:
 
         What is older than `safe` may be forgotten.
         """
-        body = pb.Mark(at=_to_id(at), safe=_to_id(safe), copy=self.has_shadows)
+        body = pb.Mark(
+            at=_to_id(at),
+            safe=_to_id(safe),
+            copy=self.has_shadows,
+            metrics_lines=self.metrics_lines,
+        )
+        self.metrics_lines.clear()
         for rank in self._talk.ranks:
             self._talk.tell(rank, mark=body)
 
@@ -263,6 +274,8 @@ class Ring:
             sender, message = self._talk.next("state_array", deadline_s, missing, "giving state")
             if sender is None or message is None:
                 continue
+            if sender not in missing or message.state_array.kind != request.kind:
+                raise ProtocolError(f"{sender.name} gave state twice")
             complete = sender.assembler.add(message.state_array)
             if complete is not None:
                 sets[id(sender)] = complete
@@ -285,7 +298,9 @@ class Ring:
             }
             for message in to_state_arrays(kind, own):
                 self._talk.tell(rank, state_array=message)
-        self._talk.wait_all("state_stored", timeout_s=STATE_TIMEOUT_S, what="taking state")
+        stored = self._talk.wait_all("state_stored", timeout_s=STATE_TIMEOUT_S, what="taking state")
+        if any(answer.state_stored.kind != kind for answer in stored):
+            raise ProtocolError("a rank took another kind of state than was sent last")
 
     def rewind(self, generation: int) -> list[Holding]:
         """Have all that are left stop and forget what is not committed; gives what they hold.
@@ -302,7 +317,11 @@ class Ring:
         answers = self._talk.hear_out(
             "rewound", timeout_s=REWIND_TIMEOUT_S, what="going back to the last whole step"
         )
+        for rank in self._talk.ranks:
+            if isinstance(rank.failure, TakenOverError):
+                raise rank.failure
         self._drop_gone()
+        self.metrics_left = [line for _, a in answers for line in a.rewound.metrics_lines]
         return [
             Holding(at=StepId(generation=h.at.generation, step=h.at.step), start=h.start, end=h.end)
             for _, answer in answers
@@ -340,14 +359,18 @@ class Ring:
         """Tell the user whom all wait for when a step takes five times as long as usual."""
         self._talk.be_patient(step_s)
 
-    def close(self, error: ExoTrainError | None = None) -> None:
-        """End the run on every rank, with the reason when there is one."""
+    def tell_end(self, error: ExoTrainError | None = None) -> None:
+        """Tell all ranks that the run is over: whose driver just goes may be taken over."""
         for rank in self._talk.ranks:
             with contextlib.suppress(ExoTrainError):
                 if error is None:
                     self._talk.tell(rank, finish=pb.Finish())
                 else:
                     self._talk.tell(rank, failure=to_failure(error))
+
+    def close(self, error: ExoTrainError | None = None) -> None:
+        """End the run on every rank, with the reason when there is one."""
+        self.tell_end(error)
         for rank in self._talk.ranks:
             rank.channel.close()
 
@@ -370,27 +393,3 @@ def _key(rank: RankPlan) -> Key:
 
 def _to_id(at: StepId) -> pb.StepId:
     return pb.StepId(generation=at.generation, step=at.step)
-
-
-def _of_step(rank: Rank, report: pb.StepReport, step: int) -> pb.StepReport:
-    if report.step != step:
-        raise ProtocolError(f"{rank.name} reported step {report.step}, not {step}")
-    for time_s in (report.busy_s, report.step_s, report.period_s):
-        if not 0 <= time_s < math.inf:
-            raise ProtocolError(f"{rank.name} reported a time of {time_s} s")
-    return report
-
-
-def _pieces(data: Sequence[pb.MicrobatchData]) -> list[pb.StepInput]:
-    """Cut a step's microbatches into messages of bounded size; all but the last say `more`."""
-    pieces = [pb.StepInput()]
-    size_bytes = 0
-    for microbatch in data:
-        size_bytes += microbatch.ByteSize()
-        if pieces[-1].microbatches and size_bytes > STEP_PIECE_BYTES:
-            pieces.append(pb.StepInput())
-            size_bytes = microbatch.ByteSize()
-        pieces[-1].microbatches.append(microbatch)
-    for piece in pieces[:-1]:
-        piece.more = True
-    return pieces

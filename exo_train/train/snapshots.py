@@ -1,13 +1,15 @@
 """Trainable state that a worker keeps in memory: its own at the last marks, and its neighbour's.
 
-Owns which points of the history are kept. Must not know devices, messages or frameworks. A
-snapshot's arrays are a stage's adapter and optimizer state in one dictionary, by global name; both
-have `step`, the number of updates, only once.
+Owns which points of the history are kept, and the metrics that go with them. Must not know devices,
+messages or frameworks. A snapshot's arrays are a stage's adapter and optimizer state in one
+dictionary, by global name; both have `step`, the number of updates, only once.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from exo_train.backends.base import Arrays
@@ -27,6 +29,9 @@ class Snapshot:
     def num_bytes(self) -> int:
         return sum(array.nbytes for array in self.arrays.values())
 
+
+MAX_METRICS_LINES = 4096
+MAX_METRICS_BYTES = 8 << 20
 
 # Of each range of layers: the safe point, the last mark, and what was committed after that.
 MAX_POINTS = 3
@@ -83,3 +88,38 @@ class SnapshotStore:
     def num_bytes(self) -> int:
         with self._lock:
             return sum(snapshot.num_bytes for snapshot in self._kept.values())
+
+
+class MetricsTail:
+    """What came with the marks, for a driver that takes the run over: the newest lines of text.
+
+    Bounded by MAX_METRICS_LINES and MAX_METRICS_BYTES; the oldest go first.
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[int, str]] = deque(maxlen=MAX_METRICS_LINES)
+        self._num_bytes = 0
+
+    def keep(self, step: int, lines: Iterable[str]) -> None:
+        """Keep lines that came with the mark of `step`."""
+        for line in lines:
+            if len(self._kept) == MAX_METRICS_LINES:
+                self._drop_oldest()
+            self._kept.append((step, line))
+            self._num_bytes += len(line)
+        while self._num_bytes > MAX_METRICS_BYTES:
+            self._drop_oldest()
+
+    def forget_after(self, step: int) -> None:
+        """Drop what came after the step that the run went back to."""
+        kept = [(at, line) for at, line in self._kept if at <= step]
+        self._kept.clear()
+        self._num_bytes = 0
+        for at, line in kept:
+            self.keep(at, [line])
+
+    def lines(self) -> list[str]:
+        return [line for _, line in self._kept]
+
+    def _drop_oldest(self) -> None:
+        self._num_bytes -= len(self._kept.popleft()[1])

@@ -27,7 +27,7 @@ from exo_train.train.messages import (
     to_failure,
     to_state_arrays,
 )
-from exo_train.train.snapshots import Snapshot, SnapshotStore
+from exo_train.train.snapshots import MetricsTail, Snapshot, SnapshotStore
 from exo_train.train.stage_loading import LINK_TIMEOUT_S, LOAD_TIMEOUT_S
 from exo_train.train.state_copies import BackgroundCopies
 from exo_train.train.surroundings import Surroundings, next_generation
@@ -56,6 +56,7 @@ class StageRunner:
         self._rank = 0
         self._failed = False  # nothing is done any more until a rewind
         self._store = SnapshotStore()
+        self._tail = MetricsTail()
         self._copies = BackgroundCopies()
         self._plan: Plan | None = None
         self._token = ""
@@ -156,6 +157,7 @@ class StageRunner:
         self._plan, self._token = plan, load.token
         self._committed = StepId(generation=load.committed_generation, step=load.committed_step)
         self._store.forget_after(self._committed)
+        self._tail.forget_after(self._committed.step)
         self._executor = self._load_stage(plan, load, manifest)
         self._vocab_size = manifest.spec.vocab_size
         # A stage starts with the state of step 0; that of any other point is sent.
@@ -193,6 +195,7 @@ class StageRunner:
             above=above,
             capture=load.capture_boundaries,
             on_phase=self._on_phase,
+            check=functools.partial(self._surroundings.check, plan),
         )
 
     def _rewind(self, message: pb.RunMessage) -> None:
@@ -212,7 +215,7 @@ class StageRunner:
         holdings = [
             pb.Holding(at=_to_id(h.at), start=h.start, end=h.end) for h in self._store.holdings()
         ]
-        self._send(rewound=pb.Rewound(holdings=holdings))
+        self._send(rewound=pb.Rewound(holdings=holdings, metrics_lines=self._tail.lines()))
 
     def _keep(self, executor: StageExecutor, plan: Plan) -> Snapshot:
         """Put the committed state, copied out of the stage, into the store."""
@@ -276,6 +279,7 @@ class StageRunner:
             )
         snapshot = self._keep(executor, plan)
         self._store.forget_before(safe)
+        self._tail.keep(at.step, mark.metrics_lines)
         if mark.copy and shadow_holder(plan, self._rank) is not None:
             self._copies.begin(
                 functools.partial(self._copy, plan, self._rank, snapshot, self._token)

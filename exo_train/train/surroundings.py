@@ -73,6 +73,10 @@ class Surroundings(Protocol):
         """
         ...
 
+    def check(self, plan: Plan) -> None:
+        """Raise the reason for which the plan's generation was ended, if it was."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -18,17 +18,15 @@ from exo_train.agent.run_plan import Run, choose_plan
 from exo_train.config import TrainConfig
 from exo_train.plan.history import StepId
 from exo_train.plan.plan import Plan
-from exo_train.train.batches import BatchPlan
 from exo_train.train.checkpoint import Checkpoint
-from exo_train.train.disk_pause import DiskPause
-from exo_train.train.loop import Data, Trainer, Watcher
+from exo_train.train.loop import Watcher
 from exo_train.train.metrics import StepMetrics
 from exo_train.train.progress import Progress
-from exo_train.train.ring import START, RankChannel, Ring, WeightsAccess
+from exo_train.train.ring import RankChannel, Ring, WeightsAccess
 from exo_train.train.rundir import RunDir
-from exo_train.train.saving import Saver, SaveTimer
 from exo_train.train.step_shapes import steps_of
-from tests.ring.rings import candidates, manifest_of, random_examples
+from tests.ring.rings import candidates, manifest_of
+from tests.ring.trainers import make_trainer, random_data
 
 
 @dataclass
@@ -59,7 +57,7 @@ class LocalHousehold:
             for rank in plan.ranks
         }
 
-    def bring_up(self, ring: Ring, *, at: StepId = START) -> None:
+    def bring_up(self, ring: Ring, *, at: StepId) -> None:
         ring.prepare()
         access = WeightsAccess(
             manifest=manifest_of(self.model),
@@ -103,11 +101,7 @@ def run_in(
 ) -> Disturbed:
     """Train `config.steps` steps in the household, recovering as a real run does."""
     manifest = manifest_of(household.model)
-    examples = random_examples(manifest.spec.vocab_size)
-    data = Data(
-        batches=BatchPlan(examples=examples[:18], batch_size=config.batch_size, seed=3),
-        held_out=examples[18:],
-    )
+    data = random_data(manifest.spec.vocab_size, num_rows=18, batch_size=config.batch_size, seed=3)
     run = Run(
         config=config,
         manifest=manifest,
@@ -118,17 +112,14 @@ def run_in(
     )
     here = [c for c in household.devices if c.name not in household.away]
     chosen = choose_plan(run, here, household.asking())
-    directory = RunDir.create(run_dir, allow_existing=True)
 
     def step_done(metrics: StepMetrics, remaining_s: float | None) -> None:
         on_step(metrics.step)
 
     watcher = Watcher(on_step=step_done, on_note=household.notes.append, wants_stop=wants_stop)
-    pause = DiskPause(device="device0", say=household.notes.append)
     channels = household.channels(chosen.plan)
     ordered = [channels[rank.node_id, rank.device] for rank in chosen.plan.ranks]
     with Ring(chosen.plan, ordered, wants_stop=wants_stop, on_note=household.notes.append) as ring:
-        household.bring_up(ring, at=StepId(generation=0, step=resumed.step if resumed else 0))
         recovery = Recovery(
             ring,
             run,
@@ -138,21 +129,18 @@ def run_in(
             wants_stop=wants_stop,
             sleep=sleep,
         )
-        trainer = Trainer(
+        trainer = make_trainer(
             ring,
             config,
             data,
-            directory,
+            run_dir,
             num_steps=config.steps,
-            identity={},
             watcher=watcher,
-            saver=Saver(directory.path, keep=config.keep, pause=pause, resumed=resumed),
-            timer=SaveTimer(every_steps=config.save_every, every_minutes=0),
-            pause=pause,
+            resumed=resumed,
             regrouping=recovery,
         )
-        trainer.run(resumed)
-        losses = [row["loss"] for row in directory.read_metrics()]
+        trainer.run(resumed, bring_up=lambda at: household.bring_up(ring, at=at))
+        losses = [row["loss"] for row in RunDir(run_dir).read_metrics()]
         return Disturbed(losses, trainer.progress, ring.plan, household.notes)
 
 

@@ -14,6 +14,7 @@ import pytest
 from exo_train.agent.planning import make_plan
 from exo_train.errors import InterruptedRunError, NumericsError, PeerLostError, ProtocolError
 from exo_train.plan.plan import Plan
+from exo_train.train import conversation as conversation_module
 from exo_train.train import ring as ring_module
 from exo_train.train.batches import Microbatch
 from exo_train.train.ring import Event, LostRankError, Ring
@@ -48,7 +49,9 @@ class ScriptedRank:
 
     def _beat(self) -> None:
         while self._beats and not self._stopped.wait(BEAT_S):
-            self._on_event(pb.RunMessage(rank=self.rank, progress=pb.Progress(phase="computing")))
+            self._on_event(
+                pb.RunMessage(generation=1, rank=self.rank, progress=pb.Progress(phase="computing"))
+            )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 def report(rank: int, step: int = 1) -> pb.RunMessage:
-    return pb.RunMessage(rank=rank, step_report=pb.StepReport(step=step))
+    return pb.RunMessage(generation=1, rank=rank, step_report=pb.StepReport(step=step))
 
 
 def microbatch(num_positions: int = 8, num_sequences: int = 1) -> Microbatch:
@@ -72,9 +75,9 @@ def microbatch(num_positions: int = 8, num_sequences: int = 1) -> Microbatch:
     )
 
 
-def started(ring: Ring, ranks: list[ScriptedRank]) -> None:
-    for index, rank in enumerate(ranks):
-        rank.start(lambda event, index=index: ring._arrived(index, event))  # type: ignore[misc]
+def started(ring: Ring) -> None:
+    for rank in ring._talk.ranks:
+        ring._talk.admit(rank)
 
 
 def step(ring: Ring, *, timeout_s: float = 5.0) -> list[pb.StepReport]:
@@ -82,10 +85,10 @@ def step(ring: Ring, *, timeout_s: float = 5.0) -> list[pb.StepReport]:
 
 
 def test_a_silent_rank_is_named(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "SILENCE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(conversation_module, "SILENCE_TIMEOUT_S", 0.3)
     ranks = [ScriptedRank(0, {"step_input": [report(0)]}), ScriptedRank(1, {}, beats=False)]
     with Ring(plan, ranks) as ring:
-        started(ring, ranks)
+        started(ring)
         with pytest.raises(LostRankError, match=r"device1 \(rank 1\) has not been heard"):
             step(ring)
 
@@ -94,11 +97,11 @@ def test_a_driver_that_was_away_does_not_blame_the_ranks(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asleep, swapping, or writing a checkpoint: the backlog is read before anyone is judged."""
-    monkeypatch.setattr(ring_module, "SILENCE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(ring_module, "OWN_PAUSE_S", 0.6)
+    monkeypatch.setattr(conversation_module, "SILENCE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(conversation_module, "OWN_PAUSE_S", 0.6)
     ranks = [ScriptedRank(n, {"step_input": [report(n)]}) for n in (0, 1)]
     with Ring(plan, ranks) as ring:
-        started(ring, ranks)
+        started(ring)
         time.sleep(0.8)
         assert len(step(ring)) == 2
 
@@ -107,11 +110,11 @@ def test_a_deadline_does_not_run_while_the_driver_is_away(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-Z and fg: the step was finished meanwhile, its report waits in the queue."""
-    monkeypatch.setattr(ring_module, "OWN_PAUSE_S", 0.4)
+    monkeypatch.setattr(conversation_module, "OWN_PAUSE_S", 0.4)
     ranks = [ScriptedRank(0, {"step_input": [report(0)]}), ScriptedRank(1, {})]
     with Ring(plan, ranks) as ring:
-        started(ring, ranks)
-        get, paused = ring._events.get, threading.Event()
+        started(ring)
+        get, paused = ring._talk._events.get, threading.Event()
 
         class AwayOnce:
             def get(self, timeout: float) -> object:
@@ -121,25 +124,27 @@ def test_a_deadline_does_not_run_while_the_driver_is_away(
                     ranks[1]._on_event(report(1))
                 return get(timeout=timeout)
 
-            put = staticmethod(ring._events.put)
+            put = staticmethod(ring._talk._events.put)
 
-        ring._events = AwayOnce()  # type: ignore[assignment]
+        ring._talk._events = AwayOnce()  # type: ignore[assignment]
         assert len(step(ring, timeout_s=0.8)) == 2
 
 
 def test_the_cause_is_told_and_not_its_consequence(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring_module, "CAUSE_WINDOW_S", 0.1)
+    monkeypatch.setattr(conversation_module, "CAUSE_WINDOW_S", 0.1)
     complaint = pb.RunMessage(
-        rank=0, failure=pb.Failure(kind="PeerLostError", message="device0: the link broke")
+        generation=1,
+        rank=0,
+        failure=pb.Failure(kind="PeerLostError", message="device0: the link broke"),
     )
     cause = pb.RunMessage(
-        rank=1, failure=pb.Failure(kind="NumericsError", message="layer 3 overflowed")
+        generation=1, rank=1, failure=pb.Failure(kind="NumericsError", message="layer 3 overflowed")
     )
     ranks = [ScriptedRank(0, {"step_input": [complaint]}), ScriptedRank(1, {"step_input": [cause]})]
     with Ring(plan, ranks) as ring:
-        started(ring, ranks)
+        started(ring)
         with pytest.raises(NumericsError, match="device1: layer 3 overflowed"):
             step(ring)
     assert ranks[0].sent[-1].WhichOneof("body") != "step_input", "the others are told to end"
@@ -148,7 +153,7 @@ def test_the_cause_is_told_and_not_its_consequence(
 def test_a_slow_step_names_who_is_waited_for(plan: Plan) -> None:
     ranks = [ScriptedRank(0, {"step_input": [report(0)]}), ScriptedRank(1, {})]
     with Ring(plan, ranks) as ring:
-        started(ring, ranks)
+        started(ring)
         with pytest.raises(PeerLostError, match=r"step 1 took too long.*device1.*computing"):
             step(ring, timeout_s=0.6)
 
@@ -163,7 +168,7 @@ def test_a_time_that_is_none_is_refused_with_the_ranks_name(
     setattr(bad.step_report, field, time_s)
     ranks = [ScriptedRank(0, {"step_input": [report(0)]}), ScriptedRank(1, {"step_input": [bad]})]
     with Ring(plan, ranks) as ring:
-        started(ring, ranks)
+        started(ring)
         with pytest.raises(ProtocolError, match=r"device1 \(rank 1\) reported a time of"):
             step(ring)
 
@@ -183,7 +188,7 @@ def test_a_steps_size_does_not_depend_on_one_messages_limit(plan: Plan) -> None:
     ranks = [ScriptedRank(n, {}) for n in (0, 1)]
     large = [microbatch(512, 1024) for _ in range(5)]  # 2 MB of tokens each
     with Ring(plan, ranks) as ring:
-        started(ring, ranks)
+        started(ring)
         with pytest.raises(PeerLostError):
             ring.run_step(1, large, loss_scale=0.5, timeout_s=0.1)
     pieces = [m.step_input for m in ranks[0].sent if m.WhichOneof("body") == "step_input"]

@@ -12,10 +12,12 @@ import pytest
 from exo_train.agent.planning import make_plan
 from exo_train.config import TrainConfig
 from exo_train.errors import InterruptedRunError, NumericsError
+from exo_train.plan.history import StepId
 from exo_train.plan.prediction import Prediction, RankPrediction
-from exo_train.train.batches import PAD_MULTIPLE, BatchPlan
+from exo_train.train.batches import PAD_MULTIPLE
 from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
-from exo_train.train.loop import Data, Progress, Trainer, Watcher
+from exo_train.train.loop import Watcher
+from exo_train.train.progress import Progress
 from exo_train.train.rundir import RunDir
 from tests.ring.rings import (
     CONFIG,
@@ -24,8 +26,8 @@ from tests.ring.rings import (
     largest_difference,
     manifest_of,
     open_local_ring,
-    random_examples,
 )
+from tests.ring.trainers import make_trainer, random_data
 
 STEPS = 6
 
@@ -44,24 +46,20 @@ def trained(
     """Run the loop; what it leaves is in `run_dir`."""
     manifest = manifest_of(model)
     plan = make_plan(candidates(backends), config, manifest, cluster="test")
-    examples = random_examples(manifest.spec.vocab_size)
-    data = Data(
-        batches=BatchPlan(examples=examples[:20], batch_size=config.batch_size, seed=0),
-        held_out=examples[20:],
-    )
+    data = random_data(manifest.spec.vocab_size, num_rows=20, batch_size=config.batch_size, seed=0)
     ring, access = open_local_ring(model, plan, faults=faults)
     with ring:
         ring.prepare()
-        committed = resumed.step if resumed else 0
-        ring.load(access, step_timeout_s=TIMEOUT_S, committed_step=committed)
-        trainer = Trainer(
+        at = StepId(generation=0, step=resumed.step if resumed else 0)
+        ring.load(access, step_timeout_s=TIMEOUT_S, at=at)
+        trainer = make_trainer(
             ring,
             config,
             data,
-            RunDir.create(run_dir, allow_existing=resumed is not None),
+            run_dir,
             num_steps=STEPS,
             watcher=watcher or Watcher(),
-            state={},
+            resumed=resumed,
             prediction=prediction,
         )
         trainer.run(resumed)
@@ -79,7 +77,9 @@ def losses_of(run_dir: Path) -> list[float]:
 
 
 class StopAfter:
-    """Wants a stop from the `num_calls`-th question on; one comes before each step."""
+    """Wants a stop from the `num_calls`-th question on; one comes before each task,
+    of which the first is the held-out loss.
+    """
 
     def __init__(self, num_calls: int) -> None:
         self.left = num_calls
@@ -99,7 +99,7 @@ def test_resumed_equals_never_interrupted(
     faults = {0: fault}
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     trained(tiny_model, whole, backends=backends, config=config, faults=faults)
-    stop = Watcher(wants_stop=StopAfter(4))
+    stop = Watcher(wants_stop=StopAfter(5))
     with pytest.raises(InterruptedRunError, match="after step 3 of 6"):
         trained(tiny_model, halves, backends=backends, config=config, faults=faults, watcher=stop)
     checkpoint = newest_checkpoint(halves)
@@ -127,7 +127,7 @@ def test_a_dropped_step_changes_nothing(tiny_model: Path, tmp_path: Path) -> Non
     )
     first = newest_checkpoint(tmp_path / "run")
     assert first is not None
-    assert progress.num_dropped == 1
+    assert progress.totals.num_dropped == 1
     assert "step 1" in notes[0]
     assert "device1" in notes[0]
     assert int(first.optimizer["step"]) == STEPS - 1
@@ -135,7 +135,7 @@ def test_a_dropped_step_changes_nothing(tiny_model: Path, tmp_path: Path) -> Non
 
 def test_three_bad_steps_in_a_row_stop_the_run(tiny_model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with pytest.raises(NumericsError, match=r"step 5.*not finite on device0.*3 steps in a row"):
+    with pytest.raises(NumericsError, match=r"step 5.*not finite: device0.*3 steps in a row"):
         trained(tiny_model, run_dir, backends=["mlx", "torch"], faults={0: "nans:3"})
     checkpoint = newest_checkpoint(run_dir)
     assert checkpoint is not None

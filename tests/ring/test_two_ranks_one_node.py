@@ -16,7 +16,7 @@ from exo_train.backends.registry import load_backend
 from exo_train.errors import PeerLostError
 from exo_train.plan.plan import Plan
 from exo_train.train.batches import BatchPlan, split_microbatches
-from exo_train.train.loop import clip_scale
+from exo_train.train.learning_rate import clip_scale
 from exo_train.train.ring import Ring
 from tests.ring.hand_plans import plan_by_hand
 from tests.ring.household import Household

@@ -19,6 +19,7 @@ EXIT_CODES = {
     "ModelError": 2,
     "PeerError": 3,
     "PeerLostError": 3,
+    "TakenOverError": 3,
     "ProtocolError": 3,
     "DoesNotFitError": 4,
     "NumericsError": 5,
@@ -28,6 +29,7 @@ PARENTS = {
     "DataError": "ConfigError",
     "ModelError": "ConfigError",
     "PeerLostError": "PeerError",
+    "TakenOverError": "PeerError",
     "ProtocolError": "PeerError",
 }
 

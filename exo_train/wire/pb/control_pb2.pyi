@@ -93,20 +93,24 @@ class ComputeDevice(_message.Message):
     def __init__(self, device: _Optional[str] = ..., chip: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., free_memory_bytes: _Optional[int] = ..., usable_memory_bytes: _Optional[int] = ..., dtypes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunFacts(_message.Message):
-    __slots__ = ("run_id", "generation", "rank", "phase", "phase_age_s", "phase_limit_s")
+    __slots__ = ("run_id", "generation", "rank", "phase", "phase_age_s", "phase_limit_s", "coordinator_id", "orphaned")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     PHASE_AGE_S_FIELD_NUMBER: _ClassVar[int]
     PHASE_LIMIT_S_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    ORPHANED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     generation: int
     rank: int
     phase: str
     phase_age_s: float
     phase_limit_s: float
-    def __init__(self, run_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., phase: _Optional[str] = ..., phase_age_s: _Optional[float] = ..., phase_limit_s: _Optional[float] = ...) -> None: ...
+    coordinator_id: str
+    orphaned: bool
+    def __init__(self, run_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., phase: _Optional[str] = ..., phase_age_s: _Optional[float] = ..., phase_limit_s: _Optional[float] = ..., coordinator_id: _Optional[str] = ..., orphaned: bool = ...) -> None: ...
 
 class LinkFacts(_message.Message):
     __slots__ = ("peer_id", "local_host", "remote_host", "interface", "kind", "rtt_s", "jitter_s", "to_peer_bytes_per_s", "from_peer_bytes_per_s", "trouble")
@@ -355,10 +359,12 @@ class Rewind(_message.Message):
     def __init__(self) -> None: ...
 
 class Rewound(_message.Message):
-    __slots__ = ("holdings",)
+    __slots__ = ("holdings", "metrics_lines")
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_LINES_FIELD_NUMBER: _ClassVar[int]
     holdings: _containers.RepeatedCompositeFieldContainer[Holding]
-    def __init__(self, holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
+    metrics_lines: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., metrics_lines: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Holding(_message.Message):
     __slots__ = ("at", "start", "end")
@@ -371,14 +377,16 @@ class Holding(_message.Message):
     def __init__(self, at: _Optional[_Union[StepId, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Mark(_message.Message):
-    __slots__ = ("at", "safe", "copy")
+    __slots__ = ("at", "safe", "copy", "metrics_lines")
     AT_FIELD_NUMBER: _ClassVar[int]
     SAFE_FIELD_NUMBER: _ClassVar[int]
     COPY_FIELD_NUMBER: _ClassVar[int]
+    METRICS_LINES_FIELD_NUMBER: _ClassVar[int]
     at: StepId
     safe: StepId
     copy: bool
-    def __init__(self, at: _Optional[_Union[StepId, _Mapping]] = ..., safe: _Optional[_Union[StepId, _Mapping]] = ..., copy: bool = ...) -> None: ...
+    metrics_lines: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, at: _Optional[_Union[StepId, _Mapping]] = ..., safe: _Optional[_Union[StepId, _Mapping]] = ..., copy: bool = ..., metrics_lines: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Shadowed(_message.Message):
     __slots__ = ("at", "copy_s", "num_bytes")
@@ -391,16 +399,18 @@ class Shadowed(_message.Message):
     def __init__(self, at: _Optional[_Union[StepId, _Mapping]] = ..., copy_s: _Optional[float] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class Prepare(_message.Message):
-    __slots__ = ("backend", "device", "node_id", "cluster")
+    __slots__ = ("backend", "device", "node_id", "cluster", "adopt")
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
     backend: str
     device: str
     node_id: str
     cluster: str
-    def __init__(self, backend: _Optional[str] = ..., device: _Optional[str] = ..., node_id: _Optional[str] = ..., cluster: _Optional[str] = ...) -> None: ...
+    adopt: bool
+    def __init__(self, backend: _Optional[str] = ..., device: _Optional[str] = ..., node_id: _Optional[str] = ..., cluster: _Optional[str] = ..., adopt: bool = ...) -> None: ...
 
 class Prepared(_message.Message):
     __slots__ = ("data_endpoints",)

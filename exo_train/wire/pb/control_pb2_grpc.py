@@ -111,8 +111,9 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Run(self, request_iterator, context):
-        """One stream per rank of a run, kept open for the run. The caller is the run's driver; when the
-        stream ends, for whatever reason, the agent ends the rank's worker.
+        """One stream per rank of a run, kept open for the run. The caller is the run's driver. When the
+        caller ends the stream, the agent ends the rank's worker; when the stream breaks, or the caller
+        is silent for 30 s, the worker is kept for 120 s for whoever takes the run over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -135,6 +135,8 @@ class NoNetwork:
             raise ExoTrainError("the neighbour does not listen")
         self.copies.append(snapshot)
 
+    def check(self, plan: Plan) -> None: ...
+
     def interrupt(self, reason: ExoTrainError, *, before: int) -> None:
         self.interrupted.append(before)
         self.generations.end_before(before, reason)

@@ -1,0 +1,253 @@
+"""What a lost driver has left in the memory of devices, made a checkpoint that a run resumes from.
+
+Owns what is fetched, which step it is of, and that no step's metrics are missing then. Must not
+start the run again: the driver does, as with any other checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from exo_train.agent.remote_rank import RemoteRank
+from exo_train.agent.succession import read_succession
+from exo_train.backends.base import Arrays
+from exo_train.errors import PeerError, TakenOverError
+from exo_train.peer import Address, NodeId
+from exo_train.plan.history import StepId, newest_whole
+from exo_train.plan.plan import Plan
+from exo_train.train.checkpoint import (
+    Checkpoint,
+    load_checkpoint,
+    publish_checkpoint,
+    write_checkpoint,
+)
+from exo_train.train.durable import disk_errors, write_durable
+from exo_train.train.left_ring import LeftRing
+from exo_train.train.loop import Watcher
+from exo_train.train.metrics import StepMetrics
+from exo_train.train.ring import Ring, is_adapter
+from exo_train.train.rundir import METRICS_FILE, RunDir
+from exo_train.transport.tls import MemberTls
+
+# A driver that was only asleep counts its own tries up from where it was; they never come so far.
+GENERATIONS_APART = 1000
+GONE_S = 10.0  # until members say that the adopted workers are gone, and their memory is free
+POLL_S = 0.3
+_HELD_OUT = "held_out_step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estate:
+    """A run that another driver, or this device's last one, has left."""
+
+    run_dir: Path
+    before: Plan
+    checkpoint: Checkpoint | None
+    identity: dict[str, Any]
+    is_anothers: bool  # another device led it
+
+    @classmethod
+    def of(
+        cls,
+        run_dir: Path,
+        before: Plan,
+        checkpoint: Checkpoint | None,
+        identity: dict[str, Any],
+        *,
+        own_id: NodeId,
+    ) -> Estate:
+        succession = read_succession(run_dir)
+        return cls(
+            run_dir=run_dir,
+            before=before,
+            checkpoint=checkpoint,
+            identity=identity,
+            is_anothers=succession is not None and succession.coordinator != own_id,
+        )
+
+    def taken(
+        self,
+        status: Callable[[], dict[str, Any]],
+        tls: MemberTls,
+        *,
+        on_note: Callable[[str], None],
+        wants_stop: Callable[[], bool],
+    ) -> tuple[Plan, Checkpoint | None]:
+        """Save what devices still hold in memory if it is newer than the checkpoint, and free it.
+
+        Gives the newest checkpoint, and the plan before, counted from the newest generation that
+        any device has seen. Raises TakenOverError where another driver leads the run.
+        """
+        orphans = _orphans(status(), self.before.run_id)
+        generation = max([self.before.generation, *(o["run"]["generation"] for o in orphans)])
+        if orphans or self.is_anothers:
+            generation += GENERATIONS_APART
+        before = replace(self.before, generation=generation)
+        checkpoint = self.checkpoint
+        if orphans and before.model_hash == self.identity["model_hash"]:
+            names = ", ".join(sorted(str(o["name"]) for o in orphans))
+            on_note(f"taking over what the run's last coordinator has left on {names}")
+            try:
+                checkpoint = self._from_memory(before, orphans, tls, on_note, wants_stop)
+            except TakenOverError:
+                raise
+            except PeerError as error:
+                on_note(f"what is in memory there cannot be had: {error}")
+            _wait_gone(status, before.run_id)
+        return before, checkpoint
+
+    def _from_memory(
+        self,
+        before: Plan,
+        orphans: list[dict[str, Any]],
+        tls: MemberTls,
+        on_note: Callable[[str], None],
+        wants_stop: Callable[[], bool],
+    ) -> Checkpoint | None:
+        addresses = {o["id"]: [Address.parse(text) for text in o["addresses"]] for o in orphans}
+        ranks = tuple(rank for rank in before.ranks if rank.node_id in addresses)
+        channels = [RemoteRank(r.name, addresses[r.node_id], tls.to(r.node_id)) for r in ranks]
+        plan = replace(before, ranks=ranks)
+        with LeftRing(plan, channels, wants_stop=wants_stop, on_note=on_note) as ring:
+            ring.adopt()
+            holdings = ring.rewind(before.generation)
+            history = History.of(RunDir(self.run_dir).read_metrics(), ring.metrics_left)
+            last = StepId(generation=before.generation, step=history.last_step)
+            known = [h for h in holdings if h.at.step <= last.step]
+            at = newest_whole(known, num_layers=before.num_layers, up_to=last)
+            saved_step = self.checkpoint.step if self.checkpoint else 0
+            if at is None or at.step <= saved_step:
+                on_note(f"memory there has nothing newer than step {saved_step}")
+                return self.checkpoint
+            checkpoint = self._save(at.step, ring.collect_held(at), history)
+        on_note(f"step {at.step} was still in memory and is saved now")
+        return checkpoint
+
+    def _save(self, step: int, state: Arrays, history: History) -> Checkpoint:
+        history.write(self.run_dir, last_step=step)
+        told = self.checkpoint.state if self.checkpoint else {}
+        since = self.checkpoint.step if self.checkpoint else 0
+        temp = write_checkpoint(
+            self.run_dir,
+            step=step,
+            adapter={name: a for name, a in state.items() if is_adapter(name)},
+            optimizer={name: a for name, a in state.items() if not is_adapter(name)},
+            state=self.identity | history.state(told, since, step),
+        )
+        return load_checkpoint(publish_checkpoint(temp))
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A run's metrics by step, and its held-out losses by step."""
+
+    rows: dict[int, dict[str, Any]]
+    held_out: dict[int, float | None]
+
+    @classmethod
+    def of(cls, written: Iterable[dict[str, Any]], lines: Iterable[str]) -> History:
+        """Join what is on the disk with what came with marks; of a step the newest counts."""
+        rows = {row["step"]: row for row in written}
+        held_out: dict[int, float | None] = {}
+        for line in lines:
+            row = _parsed(line)
+            if isinstance(row.get(_HELD_OUT), int):
+                held_out[row[_HELD_OUT]] = row.get("loss")
+            elif isinstance(step := row.get("step"), int):
+                before = rows.get(step, {"generation": -1})
+                if row.get("generation", 0) >= before["generation"]:
+                    rows[step] = row
+        return cls(rows, held_out)
+
+    @property
+    def last_step(self) -> int:
+        """Give the last step before which none is missing."""
+        step = 0
+        while step + 1 in self.rows:
+            step += 1
+        return step
+
+    def write(self, run_dir: Path, *, last_step: int) -> None:
+        kept = [self.rows[step] for step in range(1, last_step + 1)]
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in kept]
+        with disk_errors(METRICS_FILE, run_dir):
+            write_durable(run_dir / METRICS_FILE, "".join(lines).encode())
+
+    def state(self, told: dict[str, Any], since: int, step: int) -> dict[str, Any]:
+        """Give what a checkpoint of `step` says, from the one of `since` and what came after."""
+        rows = [self.rows[at] for at in range(since + 1, step + 1)]
+        before = [(int(at), loss) for at, loss in told.get("held_out_losses", [])]
+        held_out = {at: loss for at, loss in self.held_out.items() if at <= step} | dict(before)
+        best, metric = told.get("best"), held_out.get(step)
+        if metric is not None and (best is None or metric < best["metric"]):
+            best = {"step": step, "metric": metric}
+        return {
+            "tokens": told.get("tokens", 0) + sum(row["tokens"] for row in rows),
+            "seconds": told.get("seconds", 0.0) + math.fsum(row["step_s"] for row in rows),
+            "num_dropped": told.get("num_dropped", 0)
+            + sum(row["loss"] is None or row["grad_norm"] is None for row in rows),
+            "held_out_losses": [list(point) for point in sorted(held_out.items())],
+            "best": best,
+        }
+
+
+def carrying_metrics(watcher: Watcher, ring: Ring) -> Watcher:
+    """Have what is measured go with the ring's marks, for a driver that takes the run over."""
+
+    def on_step(metrics: StepMetrics, remaining_s: float | None) -> None:
+        ring.metrics_lines.append(json.dumps(metrics.to_dict(), ensure_ascii=False))
+        watcher.on_step(metrics, remaining_s)
+
+    def on_evaluation(step: int, loss: float) -> None:
+        told = loss if math.isfinite(loss) else None
+        ring.metrics_lines.append(json.dumps({_HELD_OUT: step, "loss": told}))
+        watcher.on_evaluation(step, loss)
+
+    return replace(watcher, on_step=on_step, on_evaluation=on_evaluation)
+
+
+def check_still_led(status: dict[str, Any], run_id: str, generation: int) -> None:
+    """Raise TakenOverError where members work for another driver of this run, in a later ring."""
+    for member in status["members"]:
+        run = member["run"]
+        if run is None or run["id"] != run_id or run["generation"] <= generation:
+            continue
+        if member["state"] == "alive" and run["coordinator"] != status["self"]:
+            leader = run["coordinator"]
+            names = {m["id"]: m["name"] for m in status["members"]}
+            raise TakenOverError(
+                f"this run was taken over by {names.get(leader, leader)} and is at generation "
+                f"{run['generation']}; it goes on there, and its results are there"
+            )
+
+
+def _orphans(status: dict[str, Any], run_id: str) -> list[dict[str, Any]]:
+    """Give the members that keep a worker of the run whose driver is gone."""
+    return [
+        m
+        for m in status["members"]
+        if m["state"] == "alive" and m["run"] and m["run"]["id"] == run_id and m["run"]["orphaned"]
+    ]
+
+
+def _wait_gone(status: Callable[[], dict[str, Any]], run_id: str) -> None:
+    until_s = time.monotonic() + GONE_S
+    while time.monotonic() < until_s:
+        runs = [m["run"] for m in status()["members"] if m["state"] == "alive" and m["run"]]
+        if not any(run["id"] == run_id for run in runs):
+            return
+        time.sleep(POLL_S)
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}
