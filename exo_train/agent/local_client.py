@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -142,6 +143,7 @@ def _start(home: Home) -> tuple[subprocess.Popen[bytes], AgentEndpoint]:
             stdin=subprocess.PIPE,  # closes when this process ends, however it ends
             stdout=log_file,
             stderr=log_file,
+            env=os.environ | {"EXO_TRAIN_HOME": str(home.path)},
             # Its own session: Ctrl-C on `train` is for `train`, which ends this agent afterwards.
             start_new_session=True,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -210,6 +211,20 @@ class Conversation:
         for rank in self.ranks:
             if not rank.gone:
                 rank.failure = None
+
+    def drop_gone(self) -> list[Rank]:
+        """End what is left of the ranks that are gone; gives them.
+
+        Their failures are told, and must not end what is done next with those who are left.
+        """
+        lost = [rank for rank in self.ranks if rank.gone]
+        self.ranks = [rank for rank in self.ranks if not rank.gone]
+        for rank in lost:
+            if rank.agent_gone:  # it may never answer: the others do not wait for that
+                threading.Thread(target=rank.channel.close, name="lost-rank", daemon=True).start()
+            else:
+                rank.channel.close()
+        return lost
 
     def _arrived(self, rank: Rank, event: Event) -> None:
         """Take an event in, from the channel's thread: this is when the rank was heard."""

@@ -126,8 +126,8 @@ class Trainer:
 
         `bring_up` starts the ring, where it is not, for the point that it is given.
         """
+        self._run_dir.rewind_metrics(last_step=resumed.step if resumed else 0)
         if resumed is not None:
-            self._run_dir.rewind_metrics(last_step=resumed.step)
             self._go_back(from_checkpoint(resumed, generation=0))
         self._watcher.on_ring(self._ring)
         todo: Callable[[], None] | None = functools.partial(self._begin, resumed, bring_up)

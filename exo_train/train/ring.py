@@ -77,6 +77,7 @@ class Ring:
         # What whoever takes the run over needs beside the state; goes with the next mark.
         self.metrics_lines: deque[str] = deque(maxlen=MAX_METRICS_LINES)
         self.metrics_left: list[str] = []  # what went with marks, as the last rewind found it
+        self._lost: list[Rank] = []
         self._best_host = best_host
         self._talk = Conversation(
             plan.run_id, plan.generation, wants_stop=wants_stop, on_note=on_note
@@ -92,8 +93,8 @@ class Ring:
         self.close(error if isinstance(error, ExoTrainError) else None)
 
     def losses(self) -> list[tuple[RankPlan, bool]]:
-        """Give the ranks that are gone, and whether their agents are, too."""
-        return [(rank.plan, rank.agent_gone) for rank in self._talk.ranks if rank.gone]
+        """Give the ranks that the last rewind found gone, and whether their agents are, too."""
+        return [(rank.plan, rank.agent_gone) for rank in self._lost]
 
     def out_of_memory(self) -> list[RankPlan]:
         """Give the ranks that complained of that since the ring was formed or rewound."""
@@ -320,19 +321,13 @@ class Ring:
         for rank in self._talk.ranks:
             if isinstance(rank.failure, TakenOverError):
                 raise rank.failure
-        self._drop_gone()
+        self._lost = self._talk.drop_gone()
         self.metrics_left = [line for _, a in answers for line in a.rewound.metrics_lines]
         return [
             Holding(at=StepId(generation=h.at.generation, step=h.at.step), start=h.start, end=h.end)
             for _, answer in answers
             for h in answer.rewound.holdings
         ]
-
-    def _drop_gone(self) -> None:
-        """End what is left of ranks that are gone: a worker may be there still."""
-        for rank in self._talk.ranks:
-            if rank.gone:
-                rank.channel.close()
 
     def reform(self, plan: Plan, channels: Mapping[Key, RankChannel]) -> None:
         """Take the ranks of `plan`: those that are left as they are, others over `channels`.

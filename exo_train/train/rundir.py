@@ -182,7 +182,10 @@ class RunDir:
 
     def rewind_metrics(self, *, last_step: int) -> None:
         """Drop lines after `last_step`: a resumed run does those steps again."""
-        kept = [row for row in self.read_metrics() if row["step"] <= last_step]
+        rows = self.read_metrics()
+        kept = [row for row in rows if row["step"] <= last_step]
+        if kept == rows and not (self.path / METRICS_FILE).exists():
+            return
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in kept]
         self._write(METRICS_FILE, "".join(lines).encode())
 

@@ -26,6 +26,7 @@ from exo_train.identity import (
     node_id_of,
     public_key_of,
 )
+from exo_train.train.snapshots import SnapshotStore
 from exo_train.transport.probe import PROBE_METHOD
 from exo_train.transport.weight_server import FETCH_METHOD
 from exo_train.wire.pb import handshake_pb2
@@ -52,11 +53,11 @@ from tests.agent.running_agents import RunningAgent, loopback_interface, wait_me
 pytestmark = pytest.mark.xdist_group("agents-here")
 MEMBERS_METHODS = {  # what each port has for those who may call
     "control": {
-        "Control/DialBack", "Control/Goodbye", "Control/Hello", "Control/Profile", "Control/Run",
-        "Control/SyncRoster", "Handshake/Greet", "Probe/Exchange",
+        "Control/DialBack", "Control/Goodbye", "Control/Hello", "Control/KeepReplica",
+        "Control/Profile", "Control/Run", "Control/SyncRoster", "Handshake/Greet", "Probe/Exchange",
     },
     "weights": {"Weights/Fetch"},
-    "worker": {"Data/Exchange"},
+    "worker": {"Data/Exchange", "Data/Shadow"},
 }  # fmt: skip
 # By whom it hears it first: who is refused, or who is told.
 REMOVED = re.compile(
@@ -114,7 +115,7 @@ def worker_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Iden
     home = Home(tmp_path_factory.mktemp("worker"))
     identity = home.found()
     surroundings = GrpcSurroundings(home, listen_hosts=[LOOPBACK], hosts=[LOOPBACK], model=None)
-    yield identity, surroundings.open_data()[0].port
+    yield identity, surroundings.open_data(SnapshotStore())[0].port
     surroundings.close()
 
 

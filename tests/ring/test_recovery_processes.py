@@ -33,7 +33,8 @@ DRIVER_PHASES = ("checkpoint-write", "checkpoint-publish", "replan", "recover")
 
 @pytest.fixture(scope="module")
 def members(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DisturbedHousehold]:
-    with DisturbedHousehold(tmp_path_factory.mktemp("disturbed")) as members:
+    members = DisturbedHousehold(tmp_path_factory.mktemp("disturbed"))
+    with members:
         members.begin()
         yield members
 

@@ -20,14 +20,16 @@ from exo_train.plan.stages import StageSpec
 from exo_train.train.batches import BatchPlan
 from exo_train.train.chat import Example
 from exo_train.train.checkpoint import Checkpoint
+from exo_train.train.disk_pause import DiskPause
 from exo_train.train.loop import Data, Trainer, Watcher
 from exo_train.train.messages import to_state_arrays
 from exo_train.train.ring import Event, Ring
 from exo_train.train.rundir import RunDir
+from exo_train.train.saving import Saver, SaveTimer
 from exo_train.wire.pb import control_pb2 as pb
 
 NAMES = ("studio", "den-pc", "laptop")
-CONFIG = TrainConfig(batch_size=4, microbatch_size=2, max_seq_length=32)
+CONFIG = TrainConfig(batch_size=4, microbatch_size=2, max_seq_length=32, shadow="off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,7 @@ class ScriptedRank:
         )
 
     def _answer(self, **body: Any) -> None:
-        self._on_event(pb.RunMessage(rank=self._rank, **body))
+        self._on_event(pb.RunMessage(generation=1, rank=self._rank, **body))
 
 
 def rows(num_inputs: Sequence[int]) -> tuple[Example, ...]:
@@ -132,20 +134,25 @@ def run_script(
         examples=examples or rows([8] * 4), batch_size=config.batch_size, seed=0
     )
     with Ring(_plan(num_ranks, config), ranks) as ring:
-        ring.prepare()
+        watcher = watcher or Watcher()
+        pause = DiskPause(device="studio", say=watcher.on_note)
+        directory = RunDir.create(run_dir, allow_existing=resumed is not None)
         trainer = Trainer(
             ring,
             config,
             Data(batches=batches, held_out=()),
-            RunDir.create(run_dir, allow_existing=resumed is not None),
+            directory,
             num_steps=num_steps,
-            watcher=watcher or Watcher(),
-            state={},
+            identity={},
+            watcher=watcher,
+            saver=Saver(directory.path, keep=config.keep, pause=pause, resumed=resumed),
+            timer=SaveTimer(every_steps=config.save_every, every_minutes=0),
+            pause=pause,
             clock_s=clock,
             **promises,
         )
         on_trainer(trainer)
-        trainer.run(resumed)
+        trainer.run(resumed, bring_up=lambda at: ring.prepare())
     return trainer
 
 
