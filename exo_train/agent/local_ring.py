@@ -86,7 +86,7 @@ class LocalSurroundings:
         self._network = network
         self._model = model
         self._fault = fault
-        self._store = SnapshotStore()
+        self._store: SnapshotStore | None = None
         self._generations = Generations()
         self._links: list[Link] = []
 
@@ -95,6 +95,7 @@ class LocalSurroundings:
         return ()
 
     def hold_shadows(self, plan: Plan, rank: int, spec: ModelSpec, token: str) -> None:
+        assert self._store is not None, "its data side is opened before a plan comes"
         self._network.hold_shadows(plan.generation, rank, self._store)
         stopper = self._generations.stopper(plan.generation)
         stopper.on_stop(lambda reason: self._network.forget(rank, before=plan.generation + 1))
@@ -148,6 +149,8 @@ class LocalSurroundings:
         for link in self._links:
             link.close()
         self.interrupt(PeerLostError("the run was ended"), before=EVERY_GENERATION)
+        # Whoever still knows this rank must not keep the run's state in memory with it.
+        self._links, self._store = [], None
 
 
 class LocalRank:

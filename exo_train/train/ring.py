@@ -77,7 +77,7 @@ class Ring:
         # What whoever takes the run over needs beside the state; goes with the next mark.
         self.metrics_lines: deque[str] = deque(maxlen=MAX_METRICS_LINES)
         self.metrics_left: list[str] = []  # what went with marks, as the last rewind found it
-        self._lost: list[Rank] = []
+        self._lost: list[tuple[RankPlan, bool]] = []
         self._best_host = best_host
         self._talk = Conversation(
             plan.run_id, plan.generation, wants_stop=wants_stop, on_note=on_note
@@ -94,7 +94,7 @@ class Ring:
 
     def losses(self) -> list[tuple[RankPlan, bool]]:
         """Give the ranks that the last rewind found gone, and whether their agents are, too."""
-        return [(rank.plan, rank.agent_gone) for rank in self._lost]
+        return list(self._lost)
 
     def out_of_memory(self) -> list[RankPlan]:
         """Give the ranks that complained of that since the ring was formed or rewound."""
@@ -321,7 +321,7 @@ class Ring:
         for rank in self._talk.ranks:
             if isinstance(rank.failure, TakenOverError):
                 raise rank.failure
-        self._lost = self._talk.drop_gone()
+        self._lost = [(rank.plan, rank.agent_gone) for rank in self._talk.drop_gone()]
         self.metrics_left = [line for _, a in answers for line in a.rewound.metrics_lines]
         return [
             Holding(at=StepId(generation=h.at.generation, step=h.at.step), start=h.start, end=h.end)

@@ -251,6 +251,7 @@ def disturbed_config(config: TrainConfig) -> TrainConfig:
     """Give options under which every checkpoint stays and every step is copied."""
     return replace(
         config, steps=STEPS, save_every=SAVE_EVERY, keep=STEPS, dtype="fp32", shadow="1",
+        takeover=False,
         min_devices=len(NAMES),
     )  # fmt: skip
 
@@ -261,7 +262,7 @@ def options_of(config: TrainConfig, run_dir: Path) -> list[str]:
         "data", "steps", "batch_size", "microbatch_size", "max_seq_length", "learning_rate",
         "dtype", "save_every", "keep", "shadow", "min_devices", "profile_s",
     )  # fmt: skip
-    words = ["train", config.model, "--run-dir", str(run_dir)]
+    words = ["train", config.model, "--run-dir", str(run_dir), "--no-takeover"]
     for name in named:
         words += [f"--{name.replace('_', '-')}", str(getattr(config, name))]
     return words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import threading
@@ -15,7 +16,6 @@ import pytest
 
 from exo_train.agent import recovery
 from exo_train.config import TrainConfig
-from exo_train.train import conversation
 from tests.ring.local_household import Disturbed, LocalHousehold, household_of, only_memory, run_in
 
 pytestmark = pytest.mark.timeout(300)
@@ -63,6 +63,19 @@ class Usage:
         )
 
 
+@contextlib.contextmanager
+def frameworks_out_of_garbage() -> Iterator[None]:
+    """Leave what is there now out of collections: each rank makes one when it goes back, and
+    would look through all frameworks' objects while the other ranks of this process wait.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def seeded_faults() -> Iterator[Fault]:
     chance = random.Random(SEED)
     step = chance.randint(*BETWEEN_FAULTS)
@@ -100,7 +113,7 @@ class Soak:
 @pytest.fixture(scope="module")
 def long() -> TrainConfig:
     config = TrainConfig(
-        batch_size=6, microbatch_size=2, max_seq_length=32, learning_rate=1e-3, dtype="fp32"
+        batch_size=2, microbatch_size=1, max_seq_length=32, learning_rate=1e-3, dtype="fp32"
     )
     return only_memory(config, steps=STEPS, save_every=50, shadow="1")
 
@@ -108,8 +121,6 @@ def long() -> TrainConfig:
 def test_soak_ends_with_the_undisturbed_runs_losses_and_uses_no_more_than_at_first(
     tiny_model: Path, long: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Threads give no signs of life, and the first one may import a framework for long.
-    monkeypatch.setattr(conversation, "SILENCE_TIMEOUT_S", 120.0)
     undisturbed = run_in(household_of(tiny_model, BACKENDS), tmp_path / "undisturbed", long)
     faults = tuple(seeded_faults())
     assert len(faults) > 35
@@ -120,7 +131,8 @@ def test_soak_ends_with_the_undisturbed_runs_losses_and_uses_no_more_than_at_fir
     monkeypatch.setattr(recovery, "MOURNING_S", 0.0)
     monkeypatch.setattr(recovery.Recovery, "wanted", lambda self, **now: soak.wanted(**now))
 
-    disturbed = run_in(household, tmp_path / "run", long, on_step=soak.on_step)
+    with frameworks_out_of_garbage():
+        disturbed = run_in(household, tmp_path / "run", long, on_step=soak.on_step)
 
     assert len(disturbed.losses) == STEPS
     assert disturbed.losses == pytest.approx(undisturbed.losses, rel=REL)
@@ -129,7 +141,7 @@ def test_soak_ends_with_the_undisturbed_runs_losses_and_uses_no_more_than_at_fir
     assert end.memory_bytes < warm.memory_bytes + MORE_MEMORY_BYTES, (warm, end)
     assert end.descriptors < warm.descriptors + MORE_DESCRIPTORS, (warm, end)
     assert end.threads < warm.threads + MORE_THREADS, (warm, end)
-    assert max(end.objects.values()) <= 2 * len(BACKENDS), (warm, end)
+    assert max(end.objects.values()) <= len(BACKENDS) + 1, (warm, end)  # one may be ending
 
 
 def _settings(faults: tuple[Fault, ...], root: Path) -> dict[str, str]:
