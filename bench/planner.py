@@ -30,7 +30,7 @@ from exo_train.agent.driver import train
 from exo_train.agent.local_agents import LocalAgents
 from exo_train.agent.opening import Narrator
 from exo_train.config import TrainConfig
-from exo_train.train.loop import Watcher
+from exo_train.train.watcher import Watcher
 from tests.lan.lan_agents import LanAgent, LanAgents, wait_all_see
 from tests.lan.namespaces import Lan, why_not
 from tests.tiny_models import make_tiny_model

@@ -35,8 +35,8 @@ from exo_train.cluster.home import open_home
 from exo_train.config import TrainConfig
 from exo_train.errors import ModelError
 from exo_train.models.hub import fetch_demo_model
-from exo_train.train.loop import Watcher
 from exo_train.train.metrics import StepMetrics
+from exo_train.train.watcher import Watcher
 from tests.tiny_models import make_tiny_model
 
 COORDINATOR, OTHERS = "desk", ("attic", "hall", "shed")

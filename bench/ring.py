@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
 import tempfile
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from exo_train.agent.opening import Narrator
 from exo_train.cluster.home import open_home
 from exo_train.config import TrainConfig
 from exo_train.models.hub import fetch_demo_model
-from exo_train.train.loop import Watcher
+from exo_train.train.watcher import Watcher
 
 WORD = "river "
 
@@ -40,7 +39,7 @@ def main() -> None:
         data = root / "data.jsonl"
         row = json.dumps({"text": WORD * options.length})
         data.write_text((row + "\n") * options.batch_size, encoding="utf-8")
-        with LocalAgents(root, cluster=f"bench-{secrets.token_hex(4)}") as agents:
+        with LocalAgents(root) as agents:
             loopback = ["--interface", "lo"]
             agents.start("one", backend="torch", memory="4GB", threads=cores, options=loopback)
             for name in ("left", "right"):

@@ -18,6 +18,7 @@ from exo_train.agent.remote_rank import RemoteRank
 from exo_train.agent.succession import read_succession
 from exo_train.backends.base import Arrays
 from exo_train.errors import PeerError, TakenOverError
+from exo_train.models.spec import ModelSpec
 from exo_train.peer import Address, NodeId
 from exo_train.plan.history import StepId, newest_whole
 from exo_train.plan.plan import Plan
@@ -27,12 +28,13 @@ from exo_train.train.checkpoint import (
     publish_checkpoint,
     write_checkpoint,
 )
+from exo_train.train.disk_pause import DiskPause
 from exo_train.train.durable import disk_errors, write_durable
 from exo_train.train.left_ring import LeftRing
-from exo_train.train.loop import Watcher
 from exo_train.train.metrics import StepMetrics
 from exo_train.train.ring import Ring, is_adapter
 from exo_train.train.rundir import METRICS_FILE, RunDir
+from exo_train.train.watcher import Watcher
 from exo_train.transport.tls import MemberTls
 
 # A driver that was only asleep counts its own tries up from where it was; they never come so far.
@@ -40,6 +42,8 @@ GENERATIONS_APART = 1000
 GONE_S = 10.0  # until members say that the adopted workers are gone, and their memory is free
 POLL_S = 0.3
 _HELD_OUT = "held_out_step"
+_MAX_COUNT = 1 << 53  # in a row of metrics
+_MAX_NUMBER = 1e300  # as above; NaN is none of these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,7 @@ class Estate:
     before: Plan
     checkpoint: Checkpoint | None
     identity: dict[str, Any]
+    data_hash: str | None  # of what the run was trained with; None: not known any more
     is_anothers: bool  # another device led it
 
     @classmethod
@@ -60,6 +65,7 @@ class Estate:
         checkpoint: Checkpoint | None,
         identity: dict[str, Any],
         *,
+        data_hash: str | None,
         own_id: NodeId,
     ) -> Estate:
         succession = read_succession(run_dir)
@@ -68,6 +74,7 @@ class Estate:
             before=before,
             checkpoint=checkpoint,
             identity=identity,
+            data_hash=data_hash,
             is_anothers=succession is not None and succession.coordinator != own_id,
         )
 
@@ -75,14 +82,15 @@ class Estate:
         self,
         status: Callable[[], dict[str, Any]],
         tls: MemberTls,
+        pause: DiskPause,
         *,
-        on_note: Callable[[str], None],
-        wants_stop: Callable[[], bool],
+        spec: ModelSpec,
     ) -> tuple[Plan, Checkpoint | None]:
         """Save what devices still hold in memory if it is newer than the checkpoint, and free it.
 
         Gives the newest checkpoint, and the plan before, counted from the newest generation that
-        any device has seen. Raises TakenOverError where another driver leads the run.
+        any device has seen. A full disk is waited for: what devices hold stays there meanwhile.
+        Raises TakenOverError where another driver leads the run.
         """
         orphans = _orphans(status(), self.before.run_id)
         generation = max([self.before.generation, *(o["run"]["generation"] for o in orphans)])
@@ -90,15 +98,16 @@ class Estate:
             generation += GENERATIONS_APART
         before = replace(self.before, generation=generation)
         checkpoint = self.checkpoint
-        if orphans and before.model_hash == self.identity["model_hash"]:
+        then = {"model_hash": before.model_hash, "data_hash": self.data_hash}
+        if orphans and all(self.identity[key] == value for key, value in then.items()):
             names = ", ".join(sorted(str(o["name"]) for o in orphans))
-            on_note(f"taking over what the run's last coordinator has left on {names}")
+            pause.say(f"taking over what the run's last coordinator has left on {names}")
             try:
-                checkpoint = self._from_memory(before, orphans, tls, on_note, wants_stop)
+                checkpoint = self._from_memory(before, orphans, tls, pause, spec)
             except TakenOverError:
                 raise
             except PeerError as error:
-                on_note(f"what is in memory there cannot be had: {error}")
+                pause.say(f"what is in memory there cannot be had: {error}")
             _wait_gone(status, before.run_id)
         return before, checkpoint
 
@@ -107,26 +116,31 @@ class Estate:
         before: Plan,
         orphans: list[dict[str, Any]],
         tls: MemberTls,
-        on_note: Callable[[str], None],
-        wants_stop: Callable[[], bool],
+        pause: DiskPause,
+        spec: ModelSpec,
     ) -> Checkpoint | None:
         addresses = {o["id"]: [Address.parse(text) for text in o["addresses"]] for o in orphans}
         ranks = tuple(rank for rank in before.ranks if rank.node_id in addresses)
         channels = [RemoteRank(r.name, addresses[r.node_id], tls.to(r.node_id)) for r in ranks]
         plan = replace(before, ranks=ranks)
-        with LeftRing(plan, channels, wants_stop=wants_stop, on_note=on_note) as ring:
+        with LeftRing(
+            plan, channels, wants_stop=pause.wants_stop, on_note=pause.say, spec=spec
+        ) as ring:
             ring.adopt()
             holdings = ring.rewind(before.generation)
             history = History.of(RunDir(self.run_dir).read_metrics(), ring.metrics_left)
-            last = StepId(generation=before.generation, step=history.last_step)
+            saved_step = self.checkpoint.step if self.checkpoint else 0
+            last_step = history.last_step(since=saved_step)
+            last = StepId(generation=before.generation, step=last_step)
             known = [h for h in holdings if h.at.step <= last.step]
             at = newest_whole(known, num_layers=before.num_layers, up_to=last)
-            saved_step = self.checkpoint.step if self.checkpoint else 0
             if at is None or at.step <= saved_step:
-                on_note(f"memory there has nothing newer than step {saved_step}")
+                pause.say(f"memory there has nothing newer than step {saved_step}")
                 return self.checkpoint
-            checkpoint = self._save(at.step, ring.collect_held(at), history)
-        on_note(f"step {at.step} was still in memory and is saved now")
+            state, step = ring.collect_held(at), at.step
+            # Here and not after the ring: leaving it ends the devices' workers.
+            checkpoint = pause.pausing(lambda: self._save(step, state, history))
+        pause.say(f"step {at.step} was still in memory and is saved now")
         return checkpoint
 
     def _save(self, step: int, state: Arrays, history: History) -> Checkpoint:
@@ -153,28 +167,27 @@ class History:
     @classmethod
     def of(cls, written: Iterable[dict[str, Any]], lines: Iterable[str]) -> History:
         """Join what is on the disk with what came with marks; of a step the newest counts."""
-        rows = {row["step"]: row for row in written}
+        rows = {row["step"]: row for row in written if _is_row(row)}
         held_out: dict[int, float | None] = {}
         for line in lines:
             row = _parsed(line)
-            if isinstance(row.get(_HELD_OUT), int):
+            if _is_count(row.get(_HELD_OUT)) and _is_number_or_none(row.get("loss")):
                 held_out[row[_HELD_OUT]] = row.get("loss")
-            elif isinstance(step := row.get("step"), int):
-                before = rows.get(step, {"generation": -1})
-                if row.get("generation", 0) >= before["generation"]:
-                    rows[step] = row
+            elif _is_row(row):
+                before = rows.get(row["step"], row)
+                if row["generation"] >= before["generation"]:
+                    rows[row["step"]] = row
         return cls(rows, held_out)
 
-    @property
-    def last_step(self) -> int:
-        """Give the last step before which none is missing."""
-        step = 0
+    def last_step(self, *, since: int) -> int:
+        """Give the last step before which none is missing, after the one of a checkpoint."""
+        step = since
         while step + 1 in self.rows:
             step += 1
         return step
 
     def write(self, run_dir: Path, *, last_step: int) -> None:
-        kept = [self.rows[step] for step in range(1, last_step + 1)]
+        kept = [row for step, row in sorted(self.rows.items()) if step <= last_step]
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in kept]
         with disk_errors(METRICS_FILE, run_dir):
             write_durable(run_dir / METRICS_FILE, "".join(lines).encode())
@@ -248,6 +261,24 @@ def _wait_gone(status: Callable[[], dict[str, Any]], run_id: str) -> None:
 def _parsed(line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return row if isinstance(row, dict) else {}
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    """Tell whether a step's metrics have what a run is counted on with: they came from members."""
+    return (
+        all(_is_count(row.get(key)) for key in ("step", "generation", "tokens"))
+        and row.get("step_s") is not None
+        and row.keys() >= {"loss", "grad_norm"}
+        and all(_is_number_or_none(row[key]) for key in ("step_s", "loss", "grad_norm"))
+    )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_COUNT
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and abs(value) <= _MAX_NUMBER)

@@ -86,7 +86,11 @@ class Agent:
         self._closing = threading.Event()
         self._is_leaving = False
         self._sessions = Sessions(self._worker_settings, name_of=self._name_of, lease_s=lease_s())
-        self._takeover = Takeover(home, lambda: parts_of(self.introduce(), self.meeting))
+        self._takeover = Takeover(
+            home,
+            lambda: parts_of(self.introduce(), self.meeting),
+            on_ended=self._sessions.end_left,
+        )
         self._survey: Survey | None = None
 
     def __enter__(self) -> Agent:
@@ -269,6 +273,7 @@ class Agent:
             addresses=self.device.addresses(),
             wifi_hosts=self.device.wifi_hosts(),
             run=self._sessions.facts(),
+            ended_runs=self._sessions.ended(),
             unreachable=survey is not None and survey.is_unreachable,
             links=tuple(to_message(link) for link in survey.own_links()) if survey else (),
         )

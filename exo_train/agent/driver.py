@@ -7,7 +7,10 @@ where `train` was typed, the run's coordinator.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import math
+import os
+import threading
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,29 +24,36 @@ from exo_train.agent.recovery import Recovery
 from exo_train.agent.replicating import CopiedPlans, Replicator
 from exo_train.agent.resuming import (
     NOT_COMPARED,
-    check_same,
+    check_resumed,
     check_unfinished,
+    data_before,
     kept_data,
     newest,
     plan_before,
 )
 from exo_train.agent.run_data import encode_data, fingerprint
 from exo_train.agent.run_plan import Run, choose_plan
-from exo_train.agent.succession import Succession, model_names, read_succession
+from exo_train.agent.succession import (
+    TIED_VARIABLE,
+    Succession,
+    model_names,
+    read_succession,
+)
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
 from exo_train.plan.stages import StageSpec
 from exo_train.shell import command_line
-from exo_train.train.checkpoint import Checkpoint, expected_checkpoint_bytes
+from exo_train.train.checkpoint import Checkpoint, checkpoint_steps, expected_checkpoint_bytes
 from exo_train.train.disk_pause import DiskPause
 from exo_train.train.kept_rows import write_rows
-from exo_train.train.loop import Data, Trainer, Watcher
+from exo_train.train.loop import Data, Trainer
 from exo_train.train.ring import Ring
 from exo_train.train.rows import read_data
 from exo_train.train.rundir import RunDir, Summary, check_free
 from exo_train.train.saving import Saver, SaveTimer, check_space
 from exo_train.train.state_copies import layout_bytes, state_layout
 from exo_train.train.step_shapes import steps_of
+from exo_train.train.watcher import Watcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +76,8 @@ def train(
     `config` of a resumed run is what `resumed_options` gives; it keeps its split unless `replan`,
     which also measures all devices anew.
     """
+    if os.environ.get(TIED_VARIABLE):
+        watcher = _tied_to_input(watcher)
     with contextlib.ExitStack() as stack:
         checkpoint = None
         if resume is not None:
@@ -91,18 +103,18 @@ def _train(
 ) -> Outcome:
     model, data = _read(home, config, narrator, resume)
     state = _identity(model, data, config)
-    if checkpoint is not None:
-        check_same(checkpoint, state)
+    vocab_size = model.manifest.spec.vocab_size
+    data_hash = check_resumed(resume, checkpoint, state, vocab_size=vocab_size) if resume else None
     run_dir = _run_dir(home, config, resume)
     household = stack.enter_context(
         HouseholdNow(home, config, model, narrator, wants_stop=watcher.wants_stop)
     )
+    pause = DiskPause(device=household.own_name, say=watcher.on_note, wants_stop=watcher.wants_stop)
     before = plan_before(resume, on_note=narrator.on_note) if resume else None
     if before:
-        estate = Estate.of(run_dir, before, checkpoint, state, own_id=household.own_id)
-        before, checkpoint = estate.taken(
-            household.status, own_tls(home), on_note=narrator.on_note, wants_stop=watcher.wants_stop
-        )
+        before, checkpoint = Estate.of(
+            run_dir, before, checkpoint, state, data_hash=data_hash, own_id=household.own_id
+        ).taken(household.status, own_tls(home), pause, spec=model.manifest.spec)
     candidates, status = wait_candidates(
         household, config, on_note=narrator.on_note, wants_stop=watcher.wants_stop
     )
@@ -121,22 +133,19 @@ def _train(
     directory = RunDir.create(run_dir, allow_existing=resume is not None)
     if resume is None:
         stack.enter_context(directory.in_use())
+    if config.data:  # given, perhaps as the kept rows are damaged
         write_rows(directory.path, train=data.batches.examples, held_out=data.held_out)
     # From here on the run can be taken up again with --resume, even from step 0.
-    directory.write_config(_absolute(config, model.path, run_dir))
+    directory.write_config(_absolute(config, model.path, run_dir, resume))
     _write_succession(directory.path, chosen.plan.run_id, config, model, household)
-    check_space(
-        directory.path,
-        checkpoint_bytes=_checkpoint_bytes(model, config),
-        num_checkpoints=config.keep + 2,
-    )
+    _check_space(directory.path, model, config, data, checkpoint)
     ring = stack.enter_context(household.ring_of(chosen.plan))
     recovery = Recovery(
         ring, run, chosen, household, on_note=narrator.on_note, wants_stop=watcher.wants_stop
     )
     stack.callback(recovery.watch_standbys().close)
     return _train_on(
-        ring, config, data, directory, model, watcher, household, recovery, checkpoint, state
+        ring, config, data, directory, model, watcher, household, recovery, checkpoint, state, pause
     )
 
 
@@ -151,6 +160,7 @@ def _train_on(
     recovery: Recovery,
     checkpoint: Checkpoint | None,
     state: dict[str, Any],
+    pause: DiskPause,
 ) -> Outcome:
     replicator = Replicator(
         ring.plan.run_id,
@@ -159,13 +169,12 @@ def _train_on(
         on_note=watcher.on_note,
         takes_over=ring.plan.generation > 1,  # resumed
     )
-    pause = DiskPause(device=household.own_name, say=watcher.on_note, wants_stop=watcher.wants_stop)
     trainer = Trainer(
         ring,
         config,
         data,
         directory,
-        num_steps=config.steps or config.epochs * data.batches.steps_per_epoch,
+        num_steps=_num_steps(config, data),
         identity=state,
         watcher=carrying_metrics(watcher, ring),
         saver=Saver(
@@ -184,16 +193,58 @@ def _train_on(
     finish = Finish(directory, ring, model, trainer.progress)
     with finish.told_with_errors():
         trainer.run(checkpoint, bring_up=lambda at: household.bring_up(ring, at=at))
-    return Outcome(run_dir=directory.path, summary=pause.pausing(lambda: finish.leave("done")))
+        summary = pause.pausing(lambda: finish.leave("done"))
+    return Outcome(run_dir=directory.path, summary=summary)
 
 
-def _checkpoint_bytes(model: OpenedModel, config: TrainConfig) -> int:
+def _tied_to_input(watcher: Watcher) -> Watcher:
+    """Have the run saved and ended when standard input ends, as the agent that started it does."""
+    ended = threading.Event()
+
+    def wait_ended() -> None:
+        with contextlib.suppress(OSError):
+            # Not sys.stdin: its lock, held by a waiting thread, is fatal when Python ends.
+            while os.read(0, 1):
+                pass
+        ended.set()
+
+    threading.Thread(target=wait_ended, name="tied", daemon=True).start()
+    return replace(watcher, wants_stop=lambda: ended.is_set() or watcher.wants_stop())
+
+
+def _num_steps(config: TrainConfig, data: Data) -> int:
+    return config.steps or config.epochs * data.batches.steps_per_epoch
+
+
+def num_to_make_room_for(config: TrainConfig, *, steps_left: int, num_there: int) -> int:
+    """Give how many checkpoints more will lie there at once than do now."""
+    at_once = config.keep + 2  # the newest, the best, and one that is being written
+    if config.save_minutes:
+        num_saves = steps_left  # at most
+    else:  # the last step is always saved
+        num_saves = math.ceil(steps_left / config.save_every) if config.save_every else 1
+    return max(0, min(at_once - num_there, num_saves))
+
+
+def _check_space(
+    run_dir: Path,
+    model: OpenedModel,
+    config: TrainConfig,
+    data: Data,
+    checkpoint: Checkpoint | None,
+) -> None:
     spec = model.manifest.spec
     whole = StageSpec(start=0, end=spec.num_layers, embedding=True, head=True)
     layout = state_layout(spec, config.lora, whole)
-    return expected_checkpoint_bytes(
-        num_trainable=layout_bytes(layout) // 12,  # with two moments, in fp32
-        num_arrays=len(layout) // 3,
+    steps_left = _num_steps(config, data) - (checkpoint.step if checkpoint else 0)
+    num_there = len(checkpoint_steps(run_dir))
+    check_space(
+        run_dir,
+        checkpoint_bytes=expected_checkpoint_bytes(
+            num_trainable=layout_bytes(layout) // 12,  # with two moments, in fp32
+            num_arrays=len(layout) // 3,
+        ),
+        num_checkpoints=num_to_make_room_for(config, steps_left=steps_left, num_there=num_there),
     )
 
 
@@ -201,7 +252,7 @@ def _identity(model: OpenedModel, data: Data, config: TrainConfig) -> dict[str, 
     """Give what must be the same when the run is resumed."""
     return {
         "model_hash": model.manifest.model_hash,
-        "data_hash": fingerprint(data.batches.examples),
+        "data_hash": fingerprint(data.batches.examples, data.held_out),
         "options": {k: v for k, v in config.to_dict().items() if k not in NOT_COMPARED},
     }
 
@@ -210,11 +261,9 @@ def _read(
     home: Home, config: TrainConfig, narrator: Narrator, resume: Path | None
 ) -> tuple[OpenedModel, Data]:
     """Rows first: what is wrong with them shows in seconds."""
-    if resume is not None:
+    if resume is not None and not config.data:
         model = open_for_run(home, config.model)
-        kept = kept_data(resume, config, vocab_size=model.manifest.spec.vocab_size)
-        if kept is not None:
-            return model, kept
+        return model, kept_data(resume, config, vocab_size=model.manifest.spec.vocab_size)
     files = read_data(config.data)
     model = open_for_run(home, config.model)
     spec = model.manifest.spec
@@ -248,10 +297,15 @@ def _run_dir(home: Home, config: TrainConfig, resume: Path | None) -> Path:
     return path
 
 
-def _absolute(config: TrainConfig, model_path: Path, run_dir: Path) -> dict[str, Any]:
+def _absolute(
+    config: TrainConfig, model_path: Path, run_dir: Path, resume: Path | None
+) -> dict[str, Any]:
     """Give the options as the run used them: a resumed run may start in another directory."""
     plain = config.to_dict()
     plain["model"] = str(model_path.resolve())
-    plain["data"] = str(Path(config.data).expanduser().resolve())
+    if resume is not None and not config.data:
+        plain["data"] = data_before(resume)
+    else:
+        plain["data"] = str(Path(config.data).expanduser().resolve())
     plain["run_dir"] = str(run_dir.resolve())
     return plain

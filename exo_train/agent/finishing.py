@@ -135,5 +135,5 @@ class Finish:
                 busy_share=progress.busy_share(rank.rank),
                 peak_memory_bytes=progress.peak_memory_bytes[rank.rank],
             )
-            for rank in self.ring.plan.ranks
+            for rank in progress.ranks
         )

@@ -73,21 +73,29 @@ class HouseholdNow:
         self._stack.close()
 
     def status(self) -> dict[str, Any]:
-        """Ask this device's agent; it is started again where it is gone."""
-        assert self._client is not None
+        """Ask this device's agent; it is started again where it is gone.
+
+        Raises PeerError when it cannot be; the next call tries again.
+        """
         try:
-            self._status = self._client.status()
+            self._status = self._status_as_it_is()
         except PeerError:
             self._narrator.on_note("this device's agent does not answer; starting it again")
             known = self._alive()
+            self._client = None  # other threads must not ask one that is being closed
             self._stack.close()
             self._open()
             self._wait_met(known)
         return self._status
 
     def _status_as_it_is(self) -> dict[str, Any]:
-        assert self._client is not None
-        return self._client.status()
+        return self._agent().status()
+
+    def _agent(self) -> LocalClient:
+        client = self._client
+        if client is None:
+            raise PeerError("this device's agent is gone, and is to be started again")
+        return client
 
     @property
     def own_id(self) -> NodeId:
@@ -141,6 +149,7 @@ class HouseholdNow:
             wants_stop=self._wants_stop,
             best_host=self.best_host,
             on_note=self._narrator.on_note,
+            spec=self._model.manifest.spec,
         )
 
     def bring_up(self, ring: Ring, *, at: StepId) -> None:
@@ -173,26 +182,26 @@ class HouseholdNow:
 
     def _wait_met(self, known: set[str]) -> None:
         """Let an agent that was started again hear the others, or they would seem to be gone."""
-        assert self._client is not None
         until_s = time.monotonic() + MEET_S
         while known - self._alive() and time.monotonic() < until_s:
             time.sleep(MEET_POLL_S)
-            self._status = self._client.status()
+            self._status = self._status_as_it_is()
 
     def _open(self) -> None:
         self._run_id = ""
         with contextlib.ExitStack() as stack:
-            self._client = stack.enter_context(own_agent(self._home))
-            self._status = self._client.status()
+            client = stack.enter_context(own_agent(self._home))
+            self._status = client.status()
             self._stack = stack.pop_all()
+        self._client = client
 
     def _serve(self, run_id: str) -> None:
         """Have the agent serve the model to the run's members, once."""
-        assert self._client is not None
         if self._run_id == run_id:
             return
-        self._endpoints = self._client.serve_model(
+        client = self._agent()
+        self._endpoints = client.serve_model(
             run_id=run_id, token=self._token, path=str(self._model.path)
         )
-        self._stack.callback(self._client.stop_serving, run_id)
+        self._stack.callback(client.stop_serving, run_id)
         self._run_id = run_id

@@ -103,6 +103,11 @@ class LocalClient:
                 f"this home's agent does not answer ({error.code().name}); start it again with "
                 f"`exo-train join`"
             ) from None
+        except ValueError:  # gRPC's own, for a channel that another thread has closed
+            raise PeerError(
+                "the connection to this home's agent was closed; start the agent again with "
+                "`exo-train join`"
+            ) from None
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ MAX_TEXT_CHARS = 200
 MAX_ENDPOINTS = 32
 MAX_DTYPES = 8
 MAX_LINKS = 64
+MAX_ENDED = 16
 MAX_MORE_DEVICES = 16
 MAX_FACTS_BYTES = 64 << 10  # they are told on to all others
 
@@ -53,6 +54,7 @@ class Introduction:
     unreachable: bool = False
     links: tuple[pb.LinkFacts, ...] = ()
     wifi_hosts: tuple[str, ...] = ()
+    ended_runs: tuple[pb.EndedRun, ...] = ()
 
 
 def to_node_facts(own: Introduction) -> pb.NodeFacts:
@@ -75,6 +77,7 @@ def to_node_facts(own: Introduction) -> pb.NodeFacts:
         unreachable=own.unreachable,
         links=own.links,
         wifi_hosts=own.wifi_hosts,
+        ended_runs=own.ended_runs,
         more_devices=[_to_compute_device(device) for device in facts.more_devices],
     )
 
@@ -119,6 +122,7 @@ def from_node_facts(message: pb.NodeFacts) -> Introduction:
         unreachable=message.unreachable,
         links=tuple(message.links),
         wifi_hosts=tuple(message.wifi_hosts),
+        ended_runs=tuple(message.ended_runs[:MAX_ENDED]),
     )
 
 

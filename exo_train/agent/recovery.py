@@ -7,10 +7,11 @@ know what a step is: `train/loop` says which point of the history it was at.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from exo_train.agent.household_now import HouseholdNow
+from exo_train.agent.losses import Losses
 from exo_train.agent.planning import Candidate, Key
 from exo_train.agent.replanning import replan_run
 from exo_train.agent.run_plan import Run, RunPlan
@@ -30,27 +31,11 @@ from exo_train.train.fault_points import point
 from exo_train.train.regrouping import Known, Regrouped, Restored, from_checkpoint
 from exo_train.train.ring import START, Ring
 
-# A device that is lost so often within so long is left out until the run ends.
-MAX_LOSSES = 3
-LOSS_WINDOW_S = 600.0
-# An agent that is gone still counts as alive for so long (cluster/member.py).
-MOURNING_S = 20.0
-MAX_FRUITLESS = 6  # recoveries in a row without a step between them
+MAX_FRUITLESS = 6  # recoveries in a row without a step between them, before it waits
 PAUSE_LOOK_S = 2.0
-# What an allocator's failure says was needed is not known: so much of the stage's share more.
-MORE_RESERVE = 0.25
+MAX_LOOKS_LEFT_OUT = 30  # of a pause that lasts: then it looks once a minute
 
 _FATAL = (ConfigError, NumericsError, InterruptedRunError, TakenOverError)
-
-
-@dataclass(slots=True)
-class _Losses:
-    """How often and when a device was lost; `aside` is why it is left out."""
-
-    at_s: list[float] = field(default_factory=list)
-    agent_gone_s: float | None = None
-    ran_out: int = 0
-    aside: str = ""
 
 
 class Recovery:
@@ -77,7 +62,8 @@ class Recovery:
         self._standbys: StandBys | None = None
         self._clock_s = clock_s
         self._sleep = sleep
-        self._losses: dict[Key, _Losses] = {}
+        self._losses = Losses(on_note, clock_s=clock_s)
+        self._all_known = {candidate.key: candidate for candidate in chosen.candidates}
         self._fruitless = 0
         self._last_step = -1
         self._recovery_s = RECOVERY_S
@@ -88,25 +74,10 @@ class Recovery:
             self._run,
             lambda: self.chosen,
             self._household.asking(from_thread=True),
-            set_aside=self._unwanted,
+            set_aside=self._losses.unwanted,
             recovery_s=lambda: self._recovery_s,
         )
         return self._standbys
-
-    @property
-    def set_aside(self) -> dict[Key, str]:
-        """Give the devices that are left out until the run ends, with the reason."""
-        return {key: losses.aside for key, losses in self._losses.items() if losses.aside}
-
-    def _unwanted(self) -> set[Key]:
-        """Give those that are set aside or gone a moment ago; also for another thread to ask."""
-        now_s = self._clock_s()
-        return {
-            key
-            for key, losses in tuple(self._losses.items())
-            if losses.aside
-            or (losses.agent_gone_s is not None and now_s - losses.agent_gone_s < MOURNING_S)
-        }
 
     def wanted(self, *, steps_left: int, step_s: float) -> str:
         if self._standbys is None:
@@ -125,6 +96,8 @@ class Recovery:
         attempt = _Attempt(self._ring.plan.generation, may_grow=isinstance(reason, str))
         if isinstance(reason, ExoTrainError):
             attempt.hopeless = self._judged(reason, known)
+            for rank in self._ring.out_of_memory():
+                self._losses.ran_out(rank)
             self._on_note(f"{reason}; going on with who is left")
         else:
             self._on_note(reason)
@@ -133,7 +106,7 @@ class Recovery:
         while not self._has_succeeded(attempt, known, on_pause):
             pass
         assert attempt.restored is not None
-        if not attempt.paused:
+        if not attempt.pauses:
             self._recovery_s = self._clock_s() - started_s
         before, after = _keys(ranks_before), _keys(self._ring.plan.ranks)
         return Regrouped(
@@ -159,15 +132,19 @@ class Recovery:
             self._household.bring_up(self._ring, at=attempt.restored.at)
             if attempt.restored.state:
                 self._ring.store_state(attempt.restored.state)
-        except InterruptedRunError:
-            if attempt.restored is not None:
-                on_pause(attempt.restored)
-            raise
         except ExoTrainError as error:
             if error is attempt.hopeless:
                 raise
-            attempt.hopeless = self._judged(error, known)
+            self._note_short(error)
+            try:
+                attempt.hopeless = self._judged(error, known)
+            except ExoTrainError:
+                if attempt.restored is not None:
+                    on_pause(attempt.restored)
+                raise
             self._on_note(f"{error}; trying again")
+            if attempt.restored is not None and self._fruitless > MAX_FRUITLESS:
+                self._pause(attempt, attempt.restored, error, on_pause)
             return False
         return True
 
@@ -175,7 +152,8 @@ class Recovery:
         """Stop all ranks, and fetch the state that the run goes on from, once."""
         attempt.generation += 1
         holdings = self._ring.rewind(attempt.generation)
-        self._note_losses()
+        for rank, agent_gone in self._ring.losses():
+            self._losses.lost(rank, agent_gone=agent_gone)
         point("recover")
         if attempt.restored is not None:
             return
@@ -198,16 +176,37 @@ class Recovery:
             except TakenOverError:
                 raise
             except (DoesNotFitError, PeerError) as error:
-                if not attempt.paused:
-                    attempt.paused = True
+                if asides := self._nobody_can_come():
                     on_pause(restored)
-                    self._on_note(
-                        f"the run is paused after step {restored.at.step}, which is saved: "
-                        f"{error}; it goes on by itself when devices or memory are there"
-                    )
+                    attempt.hopeless = type(error)(f"{error}; set aside: {'; '.join(asides)}")
+                    raise attempt.hopeless from None
+                self._pause(attempt, restored, error, on_pause)
+
+    def _pause(
+        self,
+        attempt: _Attempt,
+        restored: Restored,
+        error: ExoTrainError,
+        on_pause: Callable[[Restored], None],
+    ) -> None:
+        """Have the state saved, once, and wait a while; longer each time."""
+        if not attempt.pauses:
+            on_pause(restored)
+            self._on_note(
+                f"the run is paused after step {restored.at.step}, which is saved: {error}; it "
+                f"goes on by itself when devices or memory are there"
+            )
+        attempt.pauses += 1
+        for _ in range(min(MAX_LOOKS_LEFT_OUT, 2 ** (attempt.pauses // 10))):
+            self._ring.idle()
             if self._wants_stop():
                 raise InterruptedRunError(f"stopped while paused after step {restored.at.step}")
             self._sleep(PAUSE_LOOK_S)
+
+    def _nobody_can_come(self) -> list[str]:
+        """Say why all devices that the run has had are set aside; empty: some are not."""
+        asides = [self._losses.aside(c.key) for c in self._all_known.values()]
+        return [] if not all(asides) else asides
 
     def _planned(self, attempt: _Attempt) -> RunPlan:
         """Plan over those that are known if it can be: timing a new device takes a while."""
@@ -224,7 +223,7 @@ class Recovery:
                 candidates,
                 self._household.asking(),
                 generation=attempt.generation,
-                reserve=self._reserves(),
+                reserve=self._losses.reserves(self.chosen.plan.ranks),
             )
 
         if attempt.may_grow or len(known) == len(here):
@@ -236,52 +235,29 @@ class Recovery:
 
     def _candidates(self) -> list[Candidate]:
         """Give who is here, without those that are set aside or gone a moment ago."""
-        now_s = self._clock_s()
-        found = []
-        for candidate, live_s in self._household.look():
-            losses = self._losses.get(candidate.key) or _Losses()
-            gone_s = None if losses.agent_gone_s is None else now_s - losses.agent_gone_s
-            is_gone = gone_s is not None and live_s > gone_s and gone_s < MOURNING_S
-            if not losses.aside and not is_gone:
-                found.append(candidate)
-        return found
+        here = self._household.look()
+        self._all_known |= {candidate.key: candidate for candidate, _ in here}
+        return [c for c, live_s in here if self._losses.is_usable(c.key, live_s=live_s)]
 
-    def _reserves(self) -> Mapping[Key, int]:
-        memory = {_key(rank): rank.memory_bytes for rank in self.chosen.plan.ranks}
-        return {
-            key: round(MORE_RESERVE * memory.get(key, 0))
-            for key, losses in self._losses.items()
-            if losses.ran_out
-        }
-
-    def _note_losses(self) -> None:
-        now_s = self._clock_s()
-        for rank, agent_gone in self._ring.losses():
-            losses = self._losses.setdefault(_key(rank), _Losses())
-            losses.at_s = [t for t in losses.at_s if now_s - t < LOSS_WINDOW_S] + [now_s]
-            losses.agent_gone_s = now_s if agent_gone else None
-            if len(losses.at_s) >= MAX_LOSSES and not losses.aside:
-                losses.aside = (
-                    f"it was lost {MAX_LOSSES} times within {LOSS_WINDOW_S / 60:.0f} minutes"
-                )
-                self._on_note(f"{rank.name} is set aside until the run ends: {losses.aside}")
+    def _note_short(self, error: ExoTrainError) -> None:
+        """A device that refused to load for want of memory is left out for a while."""
+        if isinstance(error, DoesNotFitError):
+            for rank in self._ring.out_of_memory():
+                self._losses.short(rank)
 
     def _judged(self, error: ExoTrainError, known: Known) -> ExoTrainError | None:
         """Raise `error` where the state is no use; give one where trying again is none."""
-        if isinstance(error, _FATAL):
+        blamed = self._ring.blamed()
+        if isinstance(error, ConfigError) and blamed:
+            for rank in blamed:  # its disk or its processor: the others can go on
+                self._losses.set_aside(rank, str(error))
+        elif isinstance(error, _FATAL):
             raise error
         is_same = known.up_to.step == self._last_step
         self._last_step, self._fruitless = known.up_to.step, self._fruitless * is_same + 1
-        hopeless = None
-        if self._fruitless > MAX_FRUITLESS:
-            said = f"{error}; {MAX_FRUITLESS} recoveries in a row brought no step"
-            hopeless = type(error)(said)
-        for rank in self._ring.out_of_memory():
-            losses = self._losses.setdefault(_key(rank), _Losses())
-            losses.ran_out += 1
-            if losses.ran_out > 1:  # planned with more reserve it ran out again
-                hopeless = error
-        return hopeless
+        if self._fruitless > MAX_FRUITLESS and not isinstance(error, PeerError | DoesNotFitError):
+            return type(error)(f"{error}; {MAX_FRUITLESS} recoveries in a row brought no step")
+        return None
 
 
 @dataclass(slots=True)
@@ -289,7 +265,7 @@ class _Attempt:
     generation: int
     may_grow: bool  # new devices are what it is for
     restored: Restored | None = None
-    paused: bool = False
+    pauses: int = 0
     hopeless: ExoTrainError | None = None  # to be raised as soon as the state is saved
 
 

@@ -30,7 +30,14 @@ from exo_train.train.durable import (
     write_durable,
 )
 from exo_train.train.kept_rows import ROWS_FILE
-from exo_train.train.rundir import CONFIG_FILE, METRICS_FILE, PLAN_FILE, SUMMARY_FILE, RunDir
+from exo_train.train.rundir import (
+    CONFIG_FILE,
+    LOCK_FILE,
+    METRICS_FILE,
+    PLAN_FILE,
+    SUMMARY_FILE,
+    RunDir,
+)
 from exo_train.wire.pb import control_pb2 as pb
 
 # No other name is ever written, so that none can lead out of the folder or into its workings.
@@ -93,6 +100,7 @@ class Replicas:
         try:
             self._make(run)
             with _only_writer(run, self._device):
+                self._check_untrained(run)
                 self._check_writer(run, caller, takes_over=head.takes_over)
                 self._receive(run, head, pieces)
                 with disk_errors(_WRITER_FILE, run):
@@ -122,13 +130,24 @@ class Replicas:
             age_s = self._now_s() - _touched_s(run)
             if age_s < MAX_AGE_S or (run / SUMMARY_FILE).exists():
                 continue
-            with contextlib.suppress(PeerError, OSError), _only_writer(run, self._device):
-                log.warning(
-                    "the copy of run %s is deleted: it was not touched for %.0f days",
-                    run.name,
-                    age_s / (24 * 3600),
-                )
+            with contextlib.suppress(PeerError, OSError):
+                with _only_writer(run, self._device):
+                    log.warning(
+                        "the copy of run %s is deleted: it was not touched for %.0f days",
+                        run.name,
+                        age_s / (24 * 3600),
+                    )
+                    _delete_all(run, but=LOCK_FILE)
+                # Windows deletes, and renames, no folder with an open file in it.
                 shutil.rmtree(run)
+
+    def _check_untrained(self, run: Path) -> None:
+        """Keep results safe from a coordinator that wakes up when its successor is done."""
+        if (run / SUMMARY_FILE).exists():
+            raise PeerError(
+                f"run {run.name} was trained on here, by {self._device}, whose results are in "
+                f"{run}; to go on with it, resume it there"
+            )
 
     def _check_writer(self, run: Path, caller: NodeId, *, takes_over: bool) -> None:
         try:
@@ -182,6 +201,14 @@ def _only_writer(run: Path, device: str) -> Iterator[None]:
         except ConfigError as error:
             raise PeerError(f"{device} cannot keep a copy of run {run.name}: {error}") from None
         yield
+
+
+def _delete_all(folder: Path, *, but: str) -> None:
+    for path in [path for path in folder.iterdir() if path.name != but]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _touched_s(run: Path) -> float:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from exo_train.agent.run_data import fingerprint
 from exo_train.config import TrainConfig
-from exo_train.errors import ConfigError, ProtocolError
+from exo_train.errors import ConfigError, DataError, ProtocolError
 from exo_train.plan.plan import Plan
 from exo_train.train.batches import BatchPlan
 from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
-from exo_train.train.kept_rows import ROWS_FILE, read_rows
+from exo_train.train.kept_rows import read_rows
 from exo_train.train.loop import Data
 from exo_train.train.rundir import PLAN_FILE, SUMMARY_FILE, RunDir
 
@@ -31,6 +32,7 @@ NOT_COMPARED = (*RESUME_MAY_CHANGE, "run_dir")
 def resumed_options(run: Path, changes: Mapping[str, Any]) -> TrainConfig:
     """Give the options of an earlier run, with what was asked for anew.
 
+    Its `data` is empty unless data is named anew: the rows are then those that the run keeps.
     Raises ConfigError for a change that would make it another run.
     """
     stored = _stored_options(run)
@@ -52,7 +54,8 @@ def resumed_options(run: Path, changes: Mapping[str, Any]) -> TrainConfig:
             f"{'; '.join(conflicts)}; a resumed run goes on with the options it was started with: "
             f"leave them out, or start a new run"
         )
-    return TrainConfig.from_mapping({**asked, "run_dir": str(run)}, source="command line")
+    there = {"run_dir": str(run), "data": changes.get("data", "")}
+    return TrainConfig.from_mapping({**asked, **there}, source="command line")
 
 
 def _stored_options(run: Path) -> TrainConfig:
@@ -97,18 +100,21 @@ def _taken_anew(run: Path, options: TrainConfig) -> str:
     return ", ".join(
         f"--{name.replace('_', '-')} {_shown(now[name])} (before: {_shown(before[name])})"
         for name in RESUME_MAY_CHANGE
-        if now[name] != before[name]
+        if now[name] != before[name] and not (name == "data" and not now[name])
     )
 
 
-def kept_data(run: Path, options: TrainConfig, *, vocab_size: int) -> Data | None:
-    """Give the rows that the run keeps with its checkpoints, when its data is not on this device.
+def data_before(run: Path) -> str:
+    """Give where the data lay that the run was started with, perhaps on another device."""
+    return _stored_options(run).data
 
-    None: the data is here, or is given anew, or nothing is kept. Raises DataError.
+
+def kept_data(run: Path, options: TrainConfig, *, vocab_size: int) -> Data:
+    """Give the rows that the run keeps with its checkpoints; raises DataError.
+
+    Never what lies now where the run had its data: that may have changed, or the run is a copy of
+    another device's, and its options would name a file of this one.
     """
-    is_given = options.data != _stored_options(run).data
-    if is_given or Path(options.data).exists() or not (run / ROWS_FILE).is_file():
-        return None
     train, held_out = read_rows(run, vocab_size=vocab_size)
     batches = BatchPlan(examples=train, batch_size=options.batch_size, seed=options.seed)
     return Data(batches=batches, held_out=held_out)
@@ -125,16 +131,31 @@ def plan_before(run: Path, *, on_note: Callable[[str], None]) -> Plan | None:
         return None
 
 
+def check_resumed(
+    run: Path, checkpoint: Checkpoint | None, state: dict[str, Any], *, vocab_size: int
+) -> str | None:
+    """Refuse to go on with something else than the run had; give the hash of the data it had.
+
+    Before its first checkpoint the kept rows say that. None: they are damaged, so nothing does.
+    """
+    if checkpoint is not None:
+        check_same(checkpoint, state)
+        return str(checkpoint.state["data_hash"])
+    try:
+        before = fingerprint(*read_rows(run, vocab_size=vocab_size))
+    except DataError:
+        return None
+    if before != state["data_hash"]:
+        raise _other("data", str(run), before, state["data_hash"])
+    return before
+
+
 def check_same(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
     """Refuse to go on with something else than what the checkpoint was trained with."""
     for key, what in (("model_hash", "model"), ("data_hash", "data")):
         before, here = str(checkpoint.state.get(key)), str(state[key])
         if before != here:
-            raise ConfigError(
-                f"the {what} is not the one that {checkpoint.path} was trained with: its contents "
-                f"have the hash {here[:12]}…, there it is {before[:12]}…; bring the old one back, "
-                f"or start a new run"
-            )
+            raise _other(what, str(checkpoint.path), before, here)
     stored, now = checkpoint.state.get("options", {}), state["options"]
     names = [name for name, value in now.items() if stored.get(name) != value]
     if names:
@@ -144,3 +165,10 @@ def check_same(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
             f"config.yaml says {said}, but {checkpoint.path} was trained with {there}; put it "
             f"back, or start a new run"
         )
+
+
+def _other(what: str, where: str, before: str, here: str) -> ConfigError:
+    return ConfigError(
+        f"the {what} is not the one that {where} was trained with: its contents have the hash "
+        f"{here[:12]}…, there it is {before[:12]}…; bring the old one back, or start a new run"
+    )

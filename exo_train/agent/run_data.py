@@ -59,9 +59,14 @@ def encode_data(
     return Data(batches=batches, held_out=held_out)
 
 
-def fingerprint(examples: tuple[Example, ...]) -> str:
-    """Digest ids and masks: a resumed run must see the same rows."""
+def fingerprint(train: Sequence[Example], held_out: Sequence[Example]) -> str:
+    """Digest ids and masks: a resumed run must see the same rows, and measure itself by the same.
+
+    Held-out rows decide which checkpoint is the best one.
+    """
     digest = hashlib.sha256()
-    for example in examples:
-        digest.update(repr((example.tokens, example.supervised)).encode())
+    for part, examples in (("train", train), ("held out", held_out)):
+        digest.update(f"{len(examples)} {part}".encode())
+        for example in examples:
+            digest.update(repr((example.tokens, example.supervised)).encode())
     return digest.hexdigest()

@@ -101,6 +101,7 @@ class RunSession:
         self._lease: threading.Timer | None = None
         self._orphaned_s: float | None = None
         self._is_over = False
+        self.is_ended = False  # the whole run, by its driver
         self._worker = WorkerProcess(
             _arguments(settings, first),
             log_path=settings.logs / f"worker-{first.run_id}-rank{first.rank}.log",
@@ -217,6 +218,7 @@ class RunSession:
                     continue
                 self._follow(message)
                 stream.released = stream.released or kind in ("finish", "failure")
+                self.is_ended |= kind == "failure" or message.finish.is_over
                 self._worker.send(message.SerializeToString())
             # gRPC may give the end of a broken stream as one that the driver has ended; it is
             # active for a moment then.

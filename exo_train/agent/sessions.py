@@ -10,9 +10,12 @@ only asleep meanwhile is told that the run goes on elsewhere, and who leads it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from exo_train.agent.protocol import MAX_ENDED
 from exo_train.agent.run_session import LEASE_S, RunSession, WorkerSettings, check_prepare
 from exo_train.errors import PeerError, TakenOverError
 from exo_train.peer import NodeId
@@ -20,6 +23,19 @@ from exo_train.wire.pb import control_pb2 as pb
 
 MAX_SESSIONS = 16
 MAX_LEADS = 64  # runs of which this device remembers who led them last
+
+
+class RunPoint(Protocol):
+    @property
+    def run_id(self) -> str: ...
+
+    @property
+    def generation(self) -> int: ...
+
+
+def is_over(run: RunPoint, ended: Mapping[str, int]) -> bool:
+    """Tell whether a run was ended by its driver, in this generation or later."""
+    return ended.get(run.run_id, -1) >= run.generation
 
 
 class TooManyRunsError(PeerError):
@@ -50,7 +66,21 @@ class Sessions:
         self._lease_s = lease_s
         self._sessions: list[RunSession] = []
         self._leads: dict[str, _Lead] = {}  # by run id, the newest last
+        self._ended: deque[tuple[str, int]] = deque(maxlen=MAX_ENDED)
         self._lock = threading.Lock()
+
+    def ended(self) -> tuple[pb.EndedRun, ...]:
+        """Give the newest runs that their drivers have ended here."""
+        with self._lock:
+            return tuple(pb.EndedRun(run_id=r, generation=g) for r, g in self._ended)
+
+    def end_left(self, ended: Mapping[str, int]) -> None:
+        """End what is kept of runs that others know to be over; by run id, the generation."""
+        with self._lock:
+            over = [s for s in self._sessions if s.is_orphaned and is_over(s, ended)]
+        for session in over:
+            session.stop()
+            self._drop(session)
 
     def open(self, first: pb.RunMessage, driver: NodeId) -> RunSession:
         """Give the session whose stream begins with `first`.
@@ -123,6 +153,8 @@ class Sessions:
             if session in self._sessions:
                 self._sessions.remove(session)
                 self._follow(session)
+                if session.is_ended:
+                    self._ended.append((session.run_id, session.generation))
 
     def _check_lead(self, first: pb.RunMessage, driver: NodeId) -> None:
         """Refuse a driver while another one leads the run, or has taken it over from it."""

@@ -16,6 +16,8 @@ from exo_train.train.durable import disk_errors, write_durable
 
 TAKEOVER_FILE = "takeover.json"
 TAKEOVER_SCHEMA = 1
+# For a driver that an agent starts: it saves and ends when its standard input does.
+TIED_VARIABLE = "EXO_TRAIN_TIED"
 MAX_FILE_BYTES = 64 << 10
 MAX_MODEL_NAMES = 8
 
@@ -46,7 +48,8 @@ class Succession:
 def read_succession(run_dir: Path) -> Succession | None:
     """Give what `write` wrote; None: nothing, or nothing that makes sense."""
     try:
-        raw = (run_dir / TAKEOVER_FILE).read_bytes()[:MAX_FILE_BYTES]
+        with (run_dir / TAKEOVER_FILE).open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES)
         plain = json.loads(raw)
         return Succession(
             run_id=str(plain["run_id"]),
@@ -56,7 +59,7 @@ def read_succession(run_dir: Path) -> Succession | None:
             coordinator=NodeId(str(plain["coordinator"])),
             coordinator_name=str(plain["coordinator_name"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -6,6 +6,7 @@ taken up: `exo-train train --resume` does that.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -20,7 +21,8 @@ from pathlib import Path
 
 from exo_train.agent.meeting import Meeting
 from exo_train.agent.protocol import Introduction
-from exo_train.agent.succession import Succession, read_succession
+from exo_train.agent.sessions import is_over
+from exo_train.agent.succession import TIED_VARIABLE, Succession, read_succession
 from exo_train.cluster.home import Home
 from exo_train.errors import ConfigError, ExoTrainError
 from exo_train.models.hub import kept_snapshot
@@ -49,12 +51,17 @@ class Part:
     node_id: NodeId
     name: str
     run: pb.RunFacts | None
+    ended: tuple[pb.EndedRun, ...] = ()
 
 
 def parts_of(own: Introduction, meeting: Meeting) -> list[Part]:
     """Give the live members as they told of themselves last, and this device."""
     told = [own, *(meeting.told(member.facts.node_id) for member in meeting.live())]
-    return [Part(node_id=t.facts.node_id, name=t.facts.name, run=t.run) for t in told if t]
+    return [
+        Part(node_id=t.facts.node_id, name=t.facts.name, run=t.run, ended=t.ended_runs)
+        for t in told
+        if t
+    ]
 
 
 @dataclass(slots=True)
@@ -80,12 +87,14 @@ class Takeover:
         home: Home,
         parts: Callable[[], Iterable[Part]],
         *,
+        on_ended: Callable[[Mapping[str, int]], None] = lambda ended: None,
         say: Callable[[str], None] = log.warning,
         clock_s: Callable[[], float] = time.monotonic,
         command: tuple[str, ...] = (sys.executable, "-m", "exo_train"),
     ) -> None:
         self._home = home
         self._parts = parts
+        self._on_ended = on_ended
         self._say = say
         self._clock_s = clock_s
         self._command = command
@@ -104,7 +113,7 @@ class Takeover:
             self._thread.join(END_TIMEOUT_S)
         running = [w.driver for w in self._watched.values() if w.driver is not None]
         for driver in running:
-            driver.terminate()
+            _let_end(driver)
         until_s = time.monotonic() + END_TIMEOUT_S
         for driver in running:
             try:
@@ -120,8 +129,16 @@ class Takeover:
     def look(self) -> None:
         """Look at all runs once, and do what is due."""
         parts = list(self._parts())
+        ended: dict[str, int] = {}
+        for run in (run for part in parts for run in part.ended):
+            ended[run.run_id] = max(run.generation, ended.get(run.run_id, 0))
+        self._on_ended(ended)
         for run_id in {p.run.run_id for p in parts if p.run} | self._watched.keys():
-            told = [p.run for p in parts if p.run is not None and p.run.run_id == run_id]
+            told = [
+                p.run
+                for p in parts
+                if p.run is not None and p.run.run_id == run_id and not is_over(p.run, ended)
+            ]
             is_led = any(not run.orphaned for run in told)
             folder = self._home.replicas / run_id
             if run_id not in self._watched and (is_led or read_succession(folder) is None):
@@ -143,6 +160,7 @@ class Takeover:
         if is_led:
             watched.is_handled = False
         if watched.driver is not None and (code := watched.driver.poll()) is not None:
+            _let_end(watched.driver)
             watched.driver = None
             again = command_line("exo-train", "train", "--resume", folder)
             self._tell(
@@ -179,6 +197,7 @@ class Takeover:
         if watched.driver is not None:  # it stands still, or it would lead the run
             watched.driver.kill()
             watched.driver.wait()
+            _let_end(watched.driver)
         starts.append(now_s)
         watched.driver = self._start(folder, model, names)
         self._tell(
@@ -198,8 +217,8 @@ class Takeover:
         with log_path.open("ab") as log_file:
             return subprocess.Popen(
                 [*self._command, *arguments],
-                env=os.environ | {"EXO_TRAIN_HOME": str(self._home.path)},
-                stdin=subprocess.DEVNULL,
+                env=os.environ | {"EXO_TRAIN_HOME": str(self._home.path), TIED_VARIABLE: "1"},
+                stdin=subprocess.PIPE,  # closes when this process ends, however it ends
                 stdout=log_file,
                 stderr=log_file,
                 start_new_session=True,  # Ctrl-C is for the agent, which ends this one
@@ -219,8 +238,15 @@ class Takeover:
         while not self._closing.wait(LOOK_S):
             try:
                 self.look()
-            except (ExoTrainError, OSError):
+            except Exception:  # what members send must not end this thread
                 log.exception("looking at runs without a coordinator failed")
+
+
+def _let_end(driver: subprocess.Popen[bytes]) -> None:
+    """Have it save and end, as `train` does when its input ends."""
+    assert driver.stdin is not None
+    with contextlib.suppress(OSError):
+        driver.stdin.close()
 
 
 def find_model(home: Home, succession: Succession) -> str | None:
@@ -244,7 +270,7 @@ def find_model(home: Home, succession: Succession) -> str | None:
 def _ended_well(folder: Path) -> bool:
     try:
         status = json.loads((folder / SUMMARY_FILE).read_text("utf-8")).get("status")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
     return status in ("done", "interrupted")
 
@@ -255,4 +281,6 @@ def _still_here(folder: Path, names: Mapping[NodeId, str]) -> list[str]:
         asked = RunDir(folder).read_config().get("devices")
     except ConfigError:
         return []
-    return [text for text in asked or () if devices_called(str(text), names)]
+    if not isinstance(asked, list):
+        return []
+    return [text for text in map(str, asked) if devices_called(text, names)]

@@ -22,7 +22,7 @@ from exo_train.cluster.home import open_home
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.shell import command_line
-from exo_train.train.loop import Watcher
+from exo_train.train.watcher import Watcher
 from exo_train.ui.run_screen import RunScreen, make_screen
 
 # A closing terminal sends its signal twice at once; only a later Ctrl-C is a second wish.

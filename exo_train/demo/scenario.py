@@ -27,7 +27,7 @@ from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.models.hub import fetch_demo_model
 from exo_train.shell import command_line
-from exo_train.train.loop import Watcher
+from exo_train.train.watcher import Watcher
 from exo_train.ui.run_screen import RunScreen, make_screen
 
 DATA = Path(__file__).parent / "data"

@@ -5,7 +5,7 @@ Owns the one question of recovery: which state can all layers be brought back to
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from exo_train.plan.plan import Plan
@@ -36,11 +36,12 @@ class Holding:
 def newest_whole(holdings: Iterable[Holding], *, num_layers: int, up_to: StepId) -> StepId | None:
     """Give the newest point, none after `up_to`, that all layers can be brought to; None: none.
 
-    `up_to` is the last one that all ranks are known to have committed.
+    `up_to` is the last one that all ranks are known to have committed. Holdings come from the
+    network: one of layers that the model does not have counts for nothing.
     """
     by_point: dict[StepId, set[int]] = {}
     for holding in holdings:
-        if holding.at <= up_to:
+        if holding.at <= up_to and 0 <= holding.start < holding.end <= num_layers:
             by_point.setdefault(holding.at, set()).update(range(holding.start, holding.end))
     whole = [at for at, layers in by_point.items() if layers.issuperset(range(num_layers))]
     return max(whole, default=None)
@@ -58,8 +59,3 @@ def shadow_holder(plan: Plan, rank: int) -> int | None:
         if plan.ranks[other].node_id != own:
             return other
     return None
-
-
-def all_shadowed(plan: Plan, ranks: Collection[int]) -> bool:
-    """Tell whether every rank that has a holder is among `ranks`."""
-    return all(r in ranks for r in range(len(plan.ranks)) if shadow_holder(plan, r) is not None)

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from exo_train.errors import ExoTrainError, InterruptedRunError, PeerLostError, ProtocolError
-from exo_train.plan.history import StepId
+from exo_train.plan.history import Holding, StepId
 from exo_train.plan.plan import RankPlan
-from exo_train.train.messages import StateAssembler, from_failure
+from exo_train.train.messages import from_failure
 from exo_train.wire.pb import control_pb2 as pb
 
 SILENCE_TIMEOUT_S = 10.0  # no sign of life from a rank's agent: five heartbeats
@@ -65,14 +65,14 @@ class Rank:
     plan: RankPlan
     channel: RankChannel
     last_heard_s: float = field(default_factory=time.monotonic)
-    phase: str = "starting"
-    phase_age_s: float = 0.0
+    progress: pb.Progress = field(default_factory=lambda: pb.Progress(phase="starting"))
     failure: ExoTrainError | None = None
     started: bool = False
     gone: bool = False
     agent_gone: bool = False
-    shadowed: StepId | None = None
-    assembler: StateAssembler = field(default_factory=StateAssembler)
+    shadowed: StepId | None = None  # the newest copy that its holder has
+    copy_failure: tuple[StepId, ExoTrainError] | None = None  # the newest that could not be made
+    holdings: list[Holding] = field(default_factory=list)  # as the last rewind found it
 
     @property
     def name(self) -> str:
@@ -80,7 +80,13 @@ class Rank:
 
     @property
     def is_waiting(self) -> bool:
-        return "waiting for" in self.phase
+        return "waiting for" in self.progress.phase
+
+    @property
+    def has_failed_itself(self) -> bool:
+        """Tell a failure of its own from a complaint that another rank was lost."""
+        is_own = isinstance(self.failure, LostRankError)
+        return self.failure is not None and (is_own or not isinstance(self.failure, PeerLostError))
 
 
 class Conversation:
@@ -112,7 +118,8 @@ class Conversation:
             rank.channel.start(functools.partial(self._arrived, rank))
         except PeerLostError as error:
             rank.gone = rank.agent_gone = True
-            raise LostRankError(str(error)) from None
+            rank.failure = LostRankError(str(error))
+            raise rank.failure from None
 
     def tell(self, rank: Rank, **body: Any) -> None:
         rank.channel.send(
@@ -202,6 +209,15 @@ class Conversation:
             for rank in self.ranks:
                 rank.gone = rank.gone or rank.failure is not None
 
+    def drain(self) -> None:
+        """Read what has come, without waiting: answers are to nothing that is still asked.
+
+        Failures are kept.
+        """
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._note(*self._events.get(timeout=0))
+
     def forget_failures(self) -> None:
         """Start anew with those who are left: what they complained of is over.
 
@@ -227,12 +243,19 @@ class Conversation:
         return lost
 
     def _arrived(self, rank: Rank, event: Event) -> None:
-        """Take an event in, from the channel's thread: this is when the rank was heard."""
+        """Take an event in, from the channel's thread: this is when the rank was heard.
+
+        Of its progress only the last counts, however long the driver does not look.
+        """
         rank.last_heard_s = time.monotonic()
-        self._events.put((rank, event))
+        if isinstance(event, pb.RunMessage) and event.WhichOneof("body") == "progress":
+            rank.progress = event.progress
+        else:
+            self._events.put((rank, event))
 
     def _look(self, missing: Sequence[Rank]) -> tuple[Rank | None, Event | None]:
         """Take one event in; gives it when it is an answer of a rank of the ring."""
+        self._blame_still_workers()
         try:
             rank, event = self._events.get(timeout=POLL_S)
         except queue.Empty:
@@ -260,22 +283,30 @@ class Conversation:
             if rank.gone or event.generation >= self.generation:
                 rank.failure = rank.failure or failure
             return True
-        if body == "progress":
-            rank.phase, rank.phase_age_s = event.progress.phase, event.progress.phase_age_s
-            if event.progress.silent_s > WORKER_SILENCE_S and not rank.gone:
-                rank.gone = True
-                rank.failure = rank.failure or LostRankError(
-                    f"{rank.name}: its agent answers, but its worker has stood still for "
-                    f"{event.progress.silent_s:.0f} s (limit {WORKER_SILENCE_S:.0f} s)"
-                )
-            return True
         if event.generation < self.generation:
             return True
         if body == "shadowed":
-            at = event.shadowed.at
-            rank.shadowed = StepId(generation=at.generation, step=at.step)
+            told = event.shadowed
+            at = StepId(generation=told.at.generation, step=told.at.step)
+            if told.HasField("failure"):
+                rank.copy_failure = at, from_failure(told.failure, where=rank.plan.name)
+            else:
+                rank.shadowed = at
             return True
         return False
+
+    def _blame_still_workers(self) -> None:
+        was_away = time.monotonic() - self._looked_s > OWN_PAUSE_S
+        for rank in self.ranks:
+            if was_away:  # what it said before that may be true no more
+                rank.progress = pb.Progress(phase=rank.progress.phase)
+            silent_s = rank.progress.silent_s
+            if silent_s > WORKER_SILENCE_S and not rank.gone:
+                rank.gone = True
+                rank.failure = rank.failure or LostRankError(
+                    f"{rank.name}: its agent answers, but its worker has stood still for "
+                    f"{silent_s:.0f} s (limit {WORKER_SILENCE_S:.0f} s)"
+                )
 
     def _cause(self) -> ExoTrainError:
         """Choose among the failures that arrive together: a neighbour's complaint is no cause."""
@@ -317,7 +348,7 @@ class Conversation:
                     f"{SILENCE_TIMEOUT_S:.0f} s) while {what}; is it on, and in the network?"
                 )
                 raise rank.failure
-        waiting = "; ".join(f"{r.name}: {r.phase}" for r in missing)
+        waiting = "; ".join(f"{r.name}: {r.progress.phase}" for r in missing)
         if now_s - self._paused_s > deadline_s:
             late = LostRankError(f"{what} took too long; still waiting for {waiting}")
             stuck = [r for r in missing if all_stuck or not r.is_waiting]

@@ -44,7 +44,8 @@ def read_rows(run_dir: Path, *, vocab_size: int) -> tuple[tuple[Example, ...], t
             raise ValueError("it does not have the SHA-256 that it names")
         train, held_out = (_unpacked(part, arrays, vocab_size) for part in (_TRAIN, _HELD_OUT))
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+        reason = error.strerror or error
+        raise DataError(f"{path} cannot be read: {reason}; name the data with --data") from None
     except (SafetensorError, ValueError, KeyError) as error:
         raise DataError(f"{path} is damaged: {error}; name the data with --data") from None
     return train, held_out

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from exo_train.backends.base import Arrays
 from exo_train.config import TrainConfig
@@ -48,6 +48,7 @@ from exo_train.train.rundir import RunDir
 from exo_train.train.saving import Saver, SaveTimer
 from exo_train.train.shadowing import Shadowing
 from exo_train.train.step_metrics import step_metrics
+from exo_train.train.watcher import Watcher
 from exo_train.wire.pb import control_pb2 as pb
 
 MAX_DROPPED_IN_A_ROW = 3
@@ -61,17 +62,6 @@ class Data:
 
     batches: BatchPlan
     held_out: tuple[Example, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Watcher:
-    """Callbacks of a run: for the screen, and to stop it."""
-
-    on_step: Callable[[StepMetrics, float | None], None] = lambda metrics, remaining_s: None
-    on_evaluation: Callable[[int, float], None] = lambda step, loss: None
-    on_note: Callable[[str], None] = lambda note: None
-    wants_stop: Callable[[], bool] = lambda: False
-    on_ring: Callable[[Ring], None] = lambda ring: None
 
 
 class Trainer:
@@ -97,7 +87,7 @@ class Trainer:
     ) -> None:
         assert prediction is None or len(prediction.ranks) == len(ring.plan.ranks)
         self.progress = Progress()
-        self.progress.in_new_ring(len(ring.plan.ranks), Reckoning(prediction))
+        self.progress.in_new_ring(ring.plan.ranks, Reckoning(prediction))
         self._ring = ring
         self._config = config
         self._data = data
@@ -195,10 +185,13 @@ class Trainer:
                 # Normalised once, by the tokens of the whole step: never a mean of means.
                 loss_scale=1.0 / supervised,
                 timeout_s=config.step_timeout_s,
-                may_stop=lambda: self._step_s - (self._clock_s() - started_s) > STOP_PATIENCE_S,
+                # One that ends soon is waited for; one that takes longer than usual may never end.
+                may_stop=lambda: (
+                    abs(self._step_s - (self._clock_s() - started_s)) > STOP_PATIENCE_S
+                ),
             )
         except InterruptedRunError:
-            self._stop_within_step(step)
+            self._stop_within(f"step {step} of {self._num_steps}, which is dropped")
         loss = reports[-1].loss_sum / supervised
         grad_norm = math.sqrt(math.fsum(report.grad_square_sum for report in reports))
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -293,7 +286,10 @@ class Trainer:
 
     def _evaluate(self) -> None:
         step = self.progress.step
-        loss = held_out_loss(self._ring, self._data.held_out, step=step, config=self._config)
+        try:
+            loss = held_out_loss(self._ring, self._data.held_out, step=step, config=self._config)
+        except InterruptedRunError:
+            self._stop_within(f"the held-out loss after step {step} of {self._num_steps}")
         self.progress.held_out_losses.append((step, loss))
         self._watcher.on_evaluation(step, loss)
         if step == 0 and not math.isfinite(loss):
@@ -316,14 +312,18 @@ class Trainer:
         progress.saved_step = progress.step
         self._timer.saved()
 
-    def _stop_within_step(self, step: int) -> None:
-        """End a long step that is half done; the state is that of the step before."""
+    def _stop_within(self, what: str) -> NoReturn:
+        """End what is half done; the state is the newest that is whole."""
         holdings = self._ring.rewind(self._ring.plan.generation + 1)
         at = newest_whole(holdings, num_layers=self._ring.plan.num_layers, up_to=self._at)
-        if at is not None and at == self._at and self.progress.saved_step != at.step:
-            self._keep(self._ring.collect_held(at))
+        held = self._shadowing.held
+        if at is not None and (held is None or held[0] < at):
+            held = at, self._ring.collect_held(at)
+        if held is not None and held[0].step > self.progress.saved_step:
+            self._go_back(Restored(at=held[0], state=held[1]))
+            self._keep(held[1])
         self._tell_reckoning()
-        raise InterruptedRunError(f"stopped in step {step} of {self._num_steps}, which is dropped")
+        raise InterruptedRunError(f"stopped in {what}")
 
     def _begin(self, resumed: Checkpoint | None, bring_up: Callable[[StepId], object]) -> None:
         bring_up(self._at)
@@ -372,7 +372,7 @@ class Trainer:
         names = ", ".join(rank.name for rank in plan.ranks)
         self._pause.pausing(lambda: self._run_dir.rewind_metrics(last_step=step))
         self._pause.pausing(lambda: self._run_dir.write_plan(plan.to_json()))
-        self.progress.in_new_ring(len(plan.ranks), Reckoning(done.prediction))
+        self.progress.in_new_ring(plan.ranks, Reckoning(done.prediction))
         self._advise = done.advise
         self._shadowing.begin(self._ring, done.restored.at, done.restored.state)
         self.progress.interruptions.append(

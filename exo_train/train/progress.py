@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from exo_train.plan.plan import RankPlan
 from exo_train.train.metrics import StepMetrics, Throughput
 from exo_train.train.reckoning import Reckoning
 
@@ -36,7 +37,8 @@ class Totals:
 class Interruption:
     """A time at which the ring was formed anew.
 
-    `seconds` is from the error to the next committed step; `steps_lost` are committed ones that
+    `seconds` is from the error to the next committed step, None where another one came before it;
+    `steps_lost` are committed ones that
     had to be done again; `lost` names the devices that were gone, `joined` those taken in.
     """
 
@@ -45,7 +47,7 @@ class Interruption:
     lost: tuple[str, ...]
     joined: tuple[str, ...]
     steps_lost: int
-    seconds: float = 0.0
+    seconds: float | None = None
 
 
 @dataclass(slots=True)
@@ -59,6 +61,7 @@ class Progress:
     held_out_losses: list[tuple[int, float]] = field(default_factory=list)
     interruptions: list[Interruption] = field(default_factory=list)
     # Since the ring was formed last: it may have had other devices before.
+    ranks: tuple[RankPlan, ...] = ()
     busy_s: list[float] = field(default_factory=list)
     seconds_here: float = 0.0
     peak_memory_bytes: list[int] = field(default_factory=list)
@@ -77,10 +80,11 @@ class Progress:
     def busy_share(self, rank: int) -> float:
         return self.busy_s[rank] / self.seconds_here if self.seconds_here > 0 else 0.0
 
-    def in_new_ring(self, num_ranks: int, reckoning: Reckoning) -> None:
+    def in_new_ring(self, ranks: tuple[RankPlan, ...], reckoning: Reckoning) -> None:
         """Count devices' times anew."""
-        self.busy_s = [0.0] * num_ranks
-        self.peak_memory_bytes = [0] * num_ranks
+        self.ranks = ranks
+        self.busy_s = [0.0] * len(ranks)
+        self.peak_memory_bytes = [0] * len(ranks)
         self.seconds_here = 0.0
         self.reckoning = reckoning
 

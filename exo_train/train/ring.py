@@ -7,7 +7,6 @@ Owns what is said for a step, for state, and when the ring is formed anew. Deadl
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +15,13 @@ from typing import Any
 from exo_train.backends.base import Arrays
 from exo_train.errors import DoesNotFitError, ExoTrainError, ProtocolError, TakenOverError
 from exo_train.models.manifest import ModelManifest
+from exo_train.models.spec import ModelSpec
 from exo_train.peer import Address, NodeId
 from exo_train.plan.history import Holding, StepId, shadow_holder
 from exo_train.plan.plan import Plan, RankPlan
+from exo_train.train.awaited_copies import LateCopy, wait_copies
 from exo_train.train.batches import Microbatch
+from exo_train.train.collecting import STATE_TIMEOUT_S, collect, is_adapter, layouts, merged
 from exo_train.train.conversation import (
     Conversation,
     Event,
@@ -39,12 +41,12 @@ from exo_train.train.stage_loading import LOAD_TIMEOUT_S
 from exo_train.train.step_pieces import STEP_PIECE_BYTES, checked_report, step_pieces
 from exo_train.wire.pb import control_pb2 as pb
 
-__all__ = ["Event", "LostRankError", "RankChannel", "Ring", "WeightsAccess"]
+__all__ = ["Event", "LostRankError", "RankChannel", "Ring", "WeightsAccess", "is_adapter"]
 
 PREPARE_TIMEOUT_S = 120.0  # importing a framework on a slow disk
-STATE_TIMEOUT_S = 600.0
 # A rank answers a rewind between two microbatches, and one takes long on a slow device.
 REWIND_TIMEOUT_S = 60.0
+MAX_HOLDINGS = 64  # of one rank; an honest one has three for each range of layers
 START = StepId(generation=0, step=0)
 
 Key = tuple[NodeId, str]
@@ -62,7 +64,10 @@ class WeightsAccess:
 
 
 class Ring:
-    """Context manager; leaving it ends all workers. Not thread-safe: the driver's thread only."""
+    """Context manager; leaving it ends all workers. Not thread-safe: the driver's thread only.
+
+    With `spec` the state that ranks give is checked against it before memory is taken.
+    """
 
     def __init__(
         self,
@@ -72,8 +77,10 @@ class Ring:
         wants_stop: Callable[[], bool] = lambda: False,
         best_host: Callable[[NodeId, NodeId], str] = lambda dialler, target: "",
         on_note: Callable[[str], None] = lambda note: None,
+        spec: ModelSpec | None = None,
     ) -> None:
         self.plan = plan
+        self._spec = spec
         # What whoever takes the run over needs beside the state; goes with the next mark.
         self.metrics_lines: deque[str] = deque(maxlen=MAX_METRICS_LINES)
         self.metrics_left: list[str] = []  # what went with marks, as the last rewind found it
@@ -99,6 +106,22 @@ class Ring:
     def out_of_memory(self) -> list[RankPlan]:
         """Give the ranks that complained of that since the ring was formed or rewound."""
         return [r.plan for r in self._talk.ranks if isinstance(r.failure, DoesNotFitError)]
+
+    def blamed(self) -> list[RankPlan]:
+        """Give the ranks that failed themselves since the ring was formed or rewound.
+
+        One that complains of another's loss is none of them. What failed on a rank is no error of
+        the driver's own, whatever its kind.
+        """
+        return [rank.plan for rank in self._talk.ranks if rank.has_failed_itself]
+
+    def idle(self) -> None:
+        """Read what ranks say while nothing is asked of them; to be called now and then.
+
+        Those that are gone meanwhile are ended, and no longer in the ring.
+        """
+        self._talk.drain()
+        self._talk.drop_gone()
 
     def prepare(self) -> Plan:
         """Start a worker on every rank that has none; gives the plan with all data addresses."""
@@ -236,15 +259,9 @@ class Ring:
         for rank in self._talk.ranks:
             self._talk.tell(rank, mark=body)
 
-    def wait_shadowed(self, at: StepId, *, timeout_s: float) -> bool:
-        """Wait until all ranks' copies of `at` are there; False: not within `timeout_s`."""
-        deadline_s = self._talk.deadline_s(timeout_s)
-        what = f"copying the state of step {at.step}"
-        while missing := [r for r in self._talk.ranks if r.shadowed is None or r.shadowed < at]:
-            if self._talk.is_over(deadline_s):
-                return False
-            self._talk.next("shadowed", math.inf, missing, what)
-        return True
+    def wait_shadowed(self, at: StepId, *, timeout_s: float) -> list[LateCopy]:
+        """Wait for all ranks' copies of `at`; gives those that are not there, and why."""
+        return wait_copies(self._talk, self.plan, at, timeout_s=timeout_s)
 
     def collect(self, kind: pb.StateKind) -> list[Arrays]:
         """Fetch one kind of state from every rank, by rank."""
@@ -252,35 +269,14 @@ class Ring:
 
     def collect_state(self) -> Arrays:
         """Fetch adapter and optimizer state of all layers, in one dictionary."""
-        merged: Arrays = {}
-        for kind in (pb.ADAPTER, pb.OPTIMIZER):
-            for part in self.collect(kind):
-                merged.update(part)
-        return merged
+        return merged([*self.collect(pb.ADAPTER), *self.collect(pb.OPTIMIZER)])
 
     def collect_held(self, at: StepId) -> Arrays:
         """Fetch the state of `at` from all who hold a part of it, after a rewind."""
-        merged: Arrays = {}
-        for part in self._collect(pb.StateRequest(kind=pb.HELD, at=_to_id(at))):
-            merged.update(part)
-        return merged
+        return merged(self._collect(pb.StateRequest(kind=pb.HELD, at=_to_id(at))))
 
     def _collect(self, request: pb.StateRequest) -> list[Arrays]:
-        ranks = [rank for rank in self._talk.ranks if not rank.gone]
-        for rank in ranks:
-            self._talk.tell(rank, state_request=request)
-        sets: dict[int, Arrays] = {}
-        deadline_s = self._talk.deadline_s(STATE_TIMEOUT_S)
-        while missing := [rank for rank in ranks if id(rank) not in sets]:
-            sender, message = self._talk.next("state_array", deadline_s, missing, "giving state")
-            if sender is None or message is None:
-                continue
-            if sender not in missing or message.state_array.kind != request.kind:
-                raise ProtocolError(f"{sender.name} gave state twice")
-            complete = sender.assembler.add(message.state_array)
-            if complete is not None:
-                sets[id(sender)] = complete
-        return [sets[id(rank)] for rank in ranks]
+        return collect(self._talk, request, layouts(request, self._spec, self.plan.lora))
 
     def store_state(self, state: Mapping[str, Any]) -> None:
         """Set what `collect_state` or `collect_held` gave, or another ring's."""
@@ -308,11 +304,12 @@ class Ring:
 
         Who does not answer is gone. `generation` is that of the ring that will be formed next.
         """
+        self._talk.drain()
         self._talk.generation = generation
         self._talk.forget_failures()
         for rank in self._talk.ranks:
-            rank.shadowed = None
-            rank.assembler = type(rank.assembler)()
+            rank.shadowed = rank.copy_failure = None
+            rank.holdings = []
             if not rank.gone:
                 self._talk.tell(rank, rewind=pb.Rewind())
         answers = self._talk.hear_out(
@@ -323,11 +320,12 @@ class Ring:
                 raise rank.failure
         self._lost = [(rank.plan, rank.agent_gone) for rank in self._talk.drop_gone()]
         self.metrics_left = [line for _, a in answers for line in a.rewound.metrics_lines]
-        return [
-            Holding(at=StepId(generation=h.at.generation, step=h.at.step), start=h.start, end=h.end)
-            for _, answer in answers
-            for h in answer.rewound.holdings
-        ]
+        for rank, answer in answers:
+            rank.holdings = [
+                Holding(at=_from_id(h.at), start=h.start, end=h.end)
+                for h in answer.rewound.holdings[-MAX_HOLDINGS:]
+            ]
+        return [holding for rank, _ in answers for holding in rank.holdings]
 
     def reform(self, plan: Plan, channels: Mapping[Key, RankChannel]) -> None:
         """Take the ranks of `plan`: those that are left as they are, others over `channels`.
@@ -359,7 +357,7 @@ class Ring:
         for rank in self._talk.ranks:
             with contextlib.suppress(ExoTrainError):
                 if error is None:
-                    self._talk.tell(rank, finish=pb.Finish())
+                    self._talk.tell(rank, finish=pb.Finish(is_over=True))
                 else:
                     self._talk.tell(rank, failure=to_failure(error))
 
@@ -373,11 +371,6 @@ class Ring:
         return len(self._talk.ranks)
 
 
-def is_adapter(name: str) -> bool:
-    """Tell a trained array from the optimizer's arrays."""
-    return name.endswith((".lora_a", ".lora_b"))
-
-
 def _at_once() -> bool:
     return True
 
@@ -388,3 +381,7 @@ def _key(rank: RankPlan) -> Key:
 
 def _to_id(at: StepId) -> pb.StepId:
     return pb.StepId(generation=at.generation, step=at.step)
+
+
+def _from_id(at: pb.StepId) -> StepId:
+    return StepId(generation=at.generation, step=at.step)

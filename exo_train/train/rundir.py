@@ -147,7 +147,7 @@ class RunDir:
         path = self.path / CONFIG_FILE
         try:
             plain = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
         if not isinstance(plain, dict):
             raise ConfigError(f"{path} is not a mapping of options")
@@ -164,21 +164,12 @@ class RunDir:
             append_whole(self.path / METRICS_FILE, f"{line}\n".encode())
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Read all whole lines; one cut short by a crash ends the list."""
+        """Read all lines that have a step and a loss; a damaged one is passed over."""
         try:
-            # Not splitlines: a device's name may hold other line separators.
-            lines = (self.path / METRICS_FILE).read_text(encoding="utf-8").split("\n")
+            lines = (self.path / METRICS_FILE).read_bytes().split(b"\n")
         except FileNotFoundError:
             return []
-        rows = []
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                rows.append(row)
-        return rows
+        return [row for line in lines if (row := _metrics_row(line)) is not None]
 
     def rewind_metrics(self, *, last_step: int) -> None:
         """Drop lines after `last_step`: a resumed run does those steps again."""
@@ -203,6 +194,17 @@ class RunDir:
     def _write(self, name: str, data: bytes) -> None:
         with disk_errors(name, self.path):
             write_durable(self.path / name, data)
+
+
+def _metrics_row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    is_loss = "loss" in row and isinstance(row["loss"], (int, float, type(None)))
+    return row if is_loss else None
 
 
 def check_free(path: Path, *, allow_existing: bool = False) -> None:

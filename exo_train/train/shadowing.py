@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from exo_train.backends.base import Arrays
 from exo_train.plan.history import StepId
+from exo_train.train.awaited_copies import LateCopy
 from exo_train.train.ring import START, Ring
 
 COPY_TIMEOUT_S = 30.0
@@ -37,12 +38,14 @@ class Shadowing:
         self.safe = self._marked = START
         self.held: tuple[StepId, Arrays] | None = None
         self._pending: StepId | None = None
+        self._told: set[tuple[str, str, str]] = set()  # whose copy does not come to whom, and why
 
     def begin(self, ring: Ring, at: StepId, state: Arrays) -> None:
         """Start anew in a ring that was just given the state of `at`; empty: as at the start."""
         self.safe = self._marked = at
         self.held = (at, state) if state else None
         self._pending = None
+        self._told.clear()
         if state and self.every and ring.has_shadows:
             ring.mark(at, safe=at)
             self._pending = at
@@ -52,10 +55,12 @@ class Shadowing:
         if self._pending is None:
             return
         started_s = self._clock_s()
-        arrived = ring.wait_shadowed(self._pending, timeout_s=COPY_TIMEOUT_S)
-        if arrived:
-            self.safe, self.held = self._pending, None
-        self._pending = None
+        late = ring.wait_shadowed(self._pending, timeout_s=COPY_TIMEOUT_S)
+        if late:
+            self._pending = None
+            self._try_later(late)
+            return
+        self.safe, self.held, self._pending = self._pending, None, None
         self._adapt(self._clock_s() - started_s, step_s)
 
     def after_commit(self, ring: Ring, at: StepId, *, step_s: float) -> None:
@@ -71,6 +76,22 @@ class Shadowing:
         self.held = at, ring.collect_state()
         self.safe = at
         self._adapt(self._clock_s() - started_s, step_s)
+
+    def _try_later(self, late: list[LateCopy]) -> None:
+        """Go on with the last copies that all came; say so once per reason in a ring."""
+        if self._is_auto:
+            self.every = min(MAX_EVERY, 2 * self.every)
+        for copy in late:
+            said = copy.rank.name, copy.holder.name, type(copy.error).__name__
+            if said in self._told:
+                continue
+            self._told.add(said)
+            steps = "step" if self.every == 1 else f"{self.every} steps"
+            self._on_note(
+                f"the copy of {copy.rank.name}'s state does not arrive at {copy.holder.name} "
+                f"({copy.error}): a device that is lost may cost all steps since step "
+                f"{self.safe.step}; it is tried again every {steps}"
+            )
 
     def _adapt(self, delay_s: float, step_s: float) -> None:
         """Copy as often as the delay is worth it; a first slow copy may be chance."""

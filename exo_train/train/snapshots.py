@@ -84,11 +84,6 @@ class SnapshotStore:
         with self._lock:
             self._kept = {key: s for key, s in self._kept.items() if s.at <= at}
 
-    @property
-    def num_bytes(self) -> int:
-        with self._lock:
-            return sum(snapshot.num_bytes for snapshot in self._kept.values())
-
 
 class MetricsTail:
     """What came with the marks, for a driver that takes the run over: the newest lines of text.

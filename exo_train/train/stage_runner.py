@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import math
-import time
 from collections.abc import Callable
 
 from exo_train.backends.base import Arrays, MicrobatchInput
@@ -287,18 +286,18 @@ class StageRunner:
 
     def _copy(self, plan: Plan, rank: int, snapshot: Snapshot, token: str) -> None:
         """Copy the state to its holder, and tell the driver; in a thread of its own."""
-        started_s = time.monotonic()
-        self._surroundings.send_shadow(plan, rank, snapshot, token)
-        shadowed = pb.Shadowed(
-            at=_to_id(snapshot.at),
-            copy_s=time.monotonic() - started_s,
-            num_bytes=snapshot.num_bytes,
-        )
-        self._send_message(
-            pb.RunMessage(
-                run_id=plan.run_id, generation=plan.generation, rank=rank, shadowed=shadowed
-            )
-        )
+        said = pb.RunMessage(run_id=plan.run_id, generation=plan.generation, rank=rank)
+        said.shadowed.at.CopyFrom(_to_id(snapshot.at))
+        try:
+            self._surroundings.send_shadow(plan, rank, snapshot, token)
+        except Exception as error:  # whatever it is: the driver waits for the copy
+            self._surroundings.check(plan)  # nobody waits where a rewind or the end cut it off
+            if not isinstance(error, ExoTrainError):
+                error = ExoTrainError(f"{type(error).__name__}: {error}")
+            said.shadowed.failure.CopyFrom(to_failure(error))
+            self._send_message(said)
+            raise
+        self._send_message(said)
 
     def _give_state(self, request: pb.StateRequest) -> None:
         if request.kind == pb.HELD:  # also after a rewind, without a stage

@@ -87,7 +87,15 @@ def from_copy_messages(
         raise ProtocolError(f"a copy of generation {head.generation} came in {generation}")
     assembler = StateAssembler()
     for message in messages:
-        arrays = assembler.add(_checked_piece(message, layout))
+        piece = pb.StateArray()
+        try:
+            piece.ParseFromString(message)
+        except DecodeError:
+            raise ProtocolError(
+                f"{len(message)} bytes in a copy of state are no StateArray"
+            ) from None
+        check_piece(piece, layout, pb.HELD)
+        arrays = assembler.add(piece)
         if arrays is None:
             continue
         if missing := layout.keys() - arrays.keys():
@@ -99,18 +107,14 @@ def from_copy_messages(
     raise ProtocolError("a copy of state was cut short")
 
 
-def _checked_piece(message: bytes, layout: Layout) -> pb.StateArray:
-    piece = pb.StateArray()
-    try:
-        piece.ParseFromString(message)
-    except DecodeError:
-        raise ProtocolError(f"{len(message)} bytes in a copy of state are no StateArray") from None
+def check_piece(piece: pb.StateArray, layout: Layout, kind: pb.StateKind) -> None:
+    """Raise ProtocolError unless `piece` is of an array that `layout` has, and no larger."""
+    like = (piece.dtype, tuple(piece.shape))
     expected = layout.get(piece.name)
-    if piece.kind != pb.HELD or expected != (piece.dtype, tuple(piece.shape)):
-        raise ProtocolError(f"array '{piece.name[:80]}' is not of the state that is copied")
-    if not 0 < len(piece.data) <= layout_bytes({piece.name: expected}):
+    if piece.kind != kind or expected != like:
+        raise ProtocolError(f"array '{piece.name[:80]}' is not of the state that is wanted")
+    if not 0 < len(piece.data) <= layout_bytes({piece.name: like}):
         raise ProtocolError(f"a piece of array '{piece.name}' has {len(piece.data)} bytes")
-    return piece
 
 
 def copy_identity(plan: Plan, rank: int, peer_rank: int, token: str) -> PeerIdentity:

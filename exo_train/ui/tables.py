@@ -66,6 +66,7 @@ def _notes(status: dict[str, Any]) -> list[str]:
                 f"{member['name']}: a member, but not met since this agent started; if there is "
                 f"no such device, run `exo-train remove {member['id'][:8]}`"
             )
+    lines += status.get("takeovers", ())
     if status["other_clusters"]:
         lines.append(f"{status['other_clusters']} other cluster(s) seen on this network")
     return lines

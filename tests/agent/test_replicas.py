@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -255,6 +256,23 @@ def test_a_copy_that_is_trained_on_here_is_left_alone(kept: Kept) -> None:
     assert held(kept.copy) == [20]
 
 
+def test_a_late_writer_deletes_no_results(kept: Kept) -> None:
+    """This device took the run over and is done; its coordinator wakes up and goes on copying."""
+    kept.send_run_files()
+    kept.send_step(20)
+    save_step(kept.copy, 60)
+    (kept.copy / "summary.json").write_text('{"status": "done"}')
+    before = (kept.copy / "plan.json").read_bytes()
+    (kept.run / "plan.json").write_text("{}")
+    for changes in ({}, {"takes_over": True}):
+        with pytest.raises(PeerError, match="run 0123abcd was trained on here, by attic"):
+            kept.send_run_files(**changes)
+        with pytest.raises(PeerError, match="was trained on here"):
+            kept.send_step(40, keep_steps=[20], **changes)
+    assert held(kept.copy) == [20, 60]
+    assert (kept.copy / "plan.json").read_bytes() == before
+
+
 def test_a_full_disk_is_named_and_nothing_is_taken(kept: Kept) -> None:
     kept.send_run_files()
     kept.send_step(20)
@@ -296,6 +314,27 @@ def test_copies_that_nobody_touches_go_when_a_new_run_comes(
     kept.send_run_files(run_id="fifth")
     assert not kept.copy.exists()
     assert "the copy of run 0123abcd is deleted: it was not touched for 31 days" in caplog.text
+
+
+def test_an_old_copy_is_deleted_with_no_file_open_in_it(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows would refuse it else."""
+    kept.send_run_files()
+    kept.send_step(20)
+    kept.now_s = time.time() + 31 * DAY_S
+    delete, was_free = shutil.rmtree, []
+
+    def rmtree(path: Path, **options: bool) -> None:
+        if path == kept.copy:
+            with RunDir(path).in_use():
+                was_free.append(path)
+        delete(path, **options)
+
+    monkeypatch.setattr(replicas.shutil, "rmtree", rmtree)
+    kept.send_run_files(run_id="second")
+    assert was_free == [kept.copy]
+    assert not kept.copy.exists()
 
 
 def test_the_number_of_runs_is_bounded(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:

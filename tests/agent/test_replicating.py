@@ -82,7 +82,9 @@ def test_another_member_can_go_on_with_what_it_holds(join: Join, tmp_path: Path,
     leading = Leading(den, run, holder(den, attic))
     leading.replicator.send_run_files()
     for step in (20, 40, 60):
-        (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(1, step)))
+        (run / "metrics.jsonl").write_text(
+            "".join(f'{{"step": {n}, "loss": 1}}\n' for n in range(1, step))
+        )
         leading.save(step, num_values=3_000_000)  # 12 MB: several pieces
     copy = copy_on(attic)
     assert held(copy) == [40, 60]

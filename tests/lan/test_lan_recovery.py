@@ -10,7 +10,7 @@ import json
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from tests.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.lan, pytest.mark.processes, pytest.mark.xdist_group("lan")]
 
-STEPS, HARM_STEP = 40, 3
+STEPS, FIRST_HARM, SECOND_HARM = 30, 3, 15
+GOING_ON = "going on with who is left"
 SHORT_OUTAGE_S = 5.0  # less than what makes a rank silent
 REL = 1e-4
 END_WITHIN_S = 120.0
@@ -45,13 +46,17 @@ class LanRun:
         rows = [json.dumps({"text": f"the river {'on ' * n}and on"}) for n in range(8)]
         self.data.write_text("\n".join(rows), "utf-8")
 
-    def losses(self, name: str, at_step: Callable[[int], None] = lambda step: None) -> list[float]:
-        """Train to the end, call `at_step` after each, and give each step's loss."""
+    def losses(
+        self, name: str, harms: Mapping[int, Callable[[], None]] | None = None
+    ) -> list[float]:
+        """Train to the end, do harm after the steps that say so, and give each step's loss."""
+        left = dict(harms or {})  # a step that is done again does none again
         run_dir = self.root / name
         command = self.agents[0].command(
             "train", str(self.model), "--data", str(self.data), "--steps", f"{STEPS}",
             "--batch-size", "4", "--dtype", "fp32", "--profile-s", "0", "--shadow", "1",
-            "--min-devices", f"{len(self.agents)}", "--run-dir", str(run_dir), "--json",
+            "--min-devices", f"{len(self.agents)}",
+            "--run-dir", str(run_dir), "--json",
         )  # fmt: skip
         with (
             (self.root / f"{name}.err").open("w+") as errors,
@@ -67,7 +72,7 @@ class LanRun:
             assert process.stdout is not None
             try:
                 for line in process.stdout:
-                    self._take(json.loads(line), at_step)
+                    self._take(json.loads(line), left)
                 code = process.wait(END_WITHIN_S)
             finally:
                 process.kill()
@@ -77,11 +82,11 @@ class LanRun:
         assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
         return [float(row["loss"]) for row in rows]
 
-    def _take(self, event: dict[str, Any], at_step: Callable[[int], None]) -> None:
+    def _take(self, event: dict[str, Any], harms: dict[int, Callable[[], None]]) -> None:
         if event["event"] == "note":
             self.notes.append(event["text"])
-        elif event["event"] == "step":
-            at_step(event["step"])
+        elif event["event"] == "step" and (harm := harms.pop(event["step"], None)):
+            harm()
 
     def said(self, *words: str) -> bool:
         return any(all(word in note for word in words) for note in self.notes)
@@ -97,11 +102,18 @@ class LanRun:
                 and not any(agent.running().children() for agent in live)
             )
 
-        wait_until(is_quiet, QUIET_WITHIN_S, lambda: f"{[a.states() for a in live]}")
+        def stories() -> str:
+            return "\n".join(
+                f"{a.name}: {a.status()['run']}, {a.running().children()}, {a.states()}\n{a.output}"
+                for a in live
+            )
+
+        wait_until(is_quiet, QUIET_WITHIN_S, stories)
 
 
 @pytest.fixture
 def run(lan: Lan, launch: LanAgents, tmp_path: Path) -> LanRun:
+    # So long a device that was away keeps its worker, once it finds the driver gone.
     for number in (1, 2, 3):
         lan.add_host(number)
     agents = launch(1, 2, 3)
@@ -109,30 +121,26 @@ def run(lan: Lan, launch: LanAgents, tmp_path: Path) -> LanRun:
     return LanRun(agents, tmp_path)
 
 
-def test_run_outlives_an_outage_a_sleep_and_a_power_cut(lan: Lan, run: LanRun) -> None:
-    """Host 3 is off the net for some seconds, then until it is missed, sleeps, and is cut off."""
+def test_run_outlives_outages_a_sleep_and_a_power_cut(lan: Lan, run: LanRun) -> None:
+    """Host 3 is off the net for some seconds, sleeps, and is cut off; host 2 loses its power."""
     one, two, three = run.agents
     undisturbed = run.losses("undisturbed")
-
     lan_back = threading.Timer(SHORT_OUTAGE_S, lan.mend, (3,))
 
-    def blink(step: int) -> None:
-        if step == HARM_STEP:
-            lan.cut(3)
-            lan_back.start()
+    def blink() -> None:
+        lan.cut(3)
+        lan_back.start()
 
-    assert run.losses("blink", blink) == undisturbed
-    lan_back.join()
-    assert not run.said("going on with who is left"), run.notes
-    run.check_quiet(one, two, three)
+    def sleep() -> None:
+        lan_back.join()
+        assert not run.said(GOING_ON), run.notes
+        lan.cut(3)
+        _signal_all(three, signal.SIGSTOP)
 
-    def sleep(step: int) -> None:
-        if step == HARM_STEP:
-            lan.cut(3)
-            _signal_all(three, signal.SIGSTOP)
-
-    assert run.losses("sleep", sleep) == pytest.approx(undisturbed, rel=REL)
-    assert run.said("host3", "going on with who is left"), run.notes
+    losses = run.losses("sleep", {FIRST_HARM: blink, SECOND_HARM: sleep})
+    assert losses[:SECOND_HARM] == undisturbed[:SECOND_HARM]
+    assert losses == pytest.approx(undisturbed, rel=REL)
+    assert run.said("host3", GOING_ON), run.notes
     _signal_all(three, signal.SIGCONT)
     lan.mend(3)
     wait_all_see(run.agents, MEET_AGAIN_WITHIN_S)
@@ -140,26 +148,17 @@ def test_run_outlives_an_outage_a_sleep_and_a_power_cut(lan: Lan, run: LanRun) -
 
     run.notes.clear()
 
-    def vanish(step: int) -> None:
-        if step == HARM_STEP:
-            lan.cut(3)
+    def lose_power() -> None:
+        assert run.said("host3", GOING_ON), run.notes
+        lan.cut(2)
+        _signal_all(two, signal.SIGKILL)
 
-    assert run.losses("vanish", vanish) == pytest.approx(undisturbed, rel=REL)
-    assert run.said("host3", "going on with who is left"), run.notes
+    losses = run.losses("power", {FIRST_HARM: lambda: lan.cut(3), SECOND_HARM: lose_power})
+    assert losses == pytest.approx(undisturbed, rel=REL)
+    assert run.said("host2", GOING_ON), run.notes
     lan.mend(3)
-    wait_all_see(run.agents, MEET_AGAIN_WITHIN_S)
-    run.check_quiet(one, two, three)
-
-    run.notes.clear()
-
-    def lose_power(step: int) -> None:
-        if step == HARM_STEP:
-            lan.cut(3)
-            _signal_all(three, signal.SIGKILL)
-
-    assert run.losses("power", lose_power) == pytest.approx(undisturbed, rel=REL)
-    assert run.said("host3", "going on with who is left"), run.notes
-    run.check_quiet(one, two)
+    wait_all_see([one, three], MEET_AGAIN_WITHIN_S)
+    run.check_quiet(one, three)
 
 
 def test_wifi_that_stalls_loses_no_device(lan: Lan, launch: LanAgents, tmp_path: Path) -> None:
@@ -171,7 +170,7 @@ def test_wifi_that_stalls_loses_no_device(lan: Lan, launch: LanAgents, tmp_path:
     wait_all_see(agents, MEET_AGAIN_WITHIN_S)
     run = LanRun(agents, tmp_path)
     assert len(run.losses("run")) == STEPS
-    assert not run.said("going on with who is left"), run.notes
+    assert not run.said(GOING_ON), run.notes
     run.check_quiet(*agents)
 
 

@@ -54,9 +54,11 @@ class SeededRecovery(Recovery):
             self.driver.check_whole(restored)
         super()._plan(attempt, restored, *rest)
 
-    def _note_losses(self) -> None:
-        self.driver.lost |= {rank.name for rank, _ in self.driver.ring.losses()}
-        super()._note_losses()
+    def _restore(self, attempt: Any, known: Known) -> None:
+        try:
+            super()._restore(attempt, known)
+        finally:
+            self.driver.lost |= {rank.name for rank, _ in self.driver.ring.losses()}
 
 
 class Driver:

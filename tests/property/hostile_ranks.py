@@ -191,7 +191,7 @@ class Around(LocalSurroundings):
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        return list(self._store._kept.values())
+        return [] if self._store is None else list(self._store._kept.values())
 
     def connect(self, plan: Plan, rank: int, token: str) -> tuple[None, None]:
         return None, None

@@ -27,7 +27,7 @@ from exo_train.config import TrainConfig
 from exo_train.errors import PeerError
 from exo_train.train.checkpoint import FOLDER, load_checkpoint
 from exo_train.train.fault_points import VARIABLE, KilledError, Strikes, parse_fault
-from exo_train.train.loop import Watcher
+from exo_train.train.watcher import Watcher
 from tests.agent.running_agents import wait_until
 from tests.ring.household import Household
 from tests.ring.household_runs import losses, metrics

@@ -15,7 +15,7 @@ from exo_train.agent.opening import Narrator
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
 from exo_train.export.adapters import read_adapter
-from exo_train.train.loop import Watcher
+from exo_train.train.watcher import Watcher
 
 STEPS = 4
 

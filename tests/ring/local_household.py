@@ -19,12 +19,12 @@ from exo_train.config import TrainConfig
 from exo_train.plan.history import StepId
 from exo_train.plan.plan import Plan
 from exo_train.train.checkpoint import Checkpoint
-from exo_train.train.loop import Watcher
 from exo_train.train.metrics import StepMetrics
 from exo_train.train.progress import Progress
 from exo_train.train.ring import RankChannel, Ring, WeightsAccess
 from exo_train.train.rundir import RunDir
 from exo_train.train.step_shapes import steps_of
+from exo_train.train.watcher import Watcher
 from tests.ring.rings import candidates, manifest_of
 from tests.ring.trainers import make_trainer, random_data
 

@@ -10,8 +10,8 @@ import pytest
 
 from exo_train.config import TrainConfig
 from exo_train.errors import PeerError
-from exo_train.train.loop import Watcher
 from exo_train.train.metrics import StepMetrics
+from exo_train.train.watcher import Watcher
 from tests.ring.household import Household
 from tests.ring.household_runs import STEPS, assert_same_training, metrics, run_training
 

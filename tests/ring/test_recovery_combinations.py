@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from exo_train.agent import recovery
+from exo_train.agent import losses, recovery
 from exo_train.agent.local_ring import LocalRank
 from exo_train.agent.planning import Key
 from exo_train.config import TrainConfig
@@ -232,10 +232,10 @@ def test_a_device_that_dies_again_and_again_is_set_aside(
     disturbed = run_in(household, tmp_path / "run", CONFIG)
     assert_nothing_is_lost(disturbed, undisturbed(3), tmp_path / "run")
     assert "device1" not in [rank.name for rank in disturbed.plan.ranks]
-    assert len(disturbed.progress.interruptions) == recovery.MAX_LOSSES
+    assert len(disturbed.progress.interruptions) == losses.MAX_LOSSES
     (note,) = [note for note in disturbed.notes if "set aside" in note]
     assert "device1" in note
-    assert f"lost {recovery.MAX_LOSSES} times" in note
+    assert f"lost {losses.MAX_LOSSES} times" in note
 
 
 def test_a_run_that_does_not_fit_any_more_waits_for_its_device(

@@ -15,9 +15,9 @@ import pytest
 from exo_train.agent.resuming import resumed_options
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, InterruptedRunError
-from exo_train.train.loop import Watcher
 from exo_train.train.metrics import StepMetrics
 from exo_train.train.rundir import RunDir
+from exo_train.train.watcher import Watcher
 from tests.ring.household import Household
 from tests.ring.household_runs import STEPS, StopAfter, assert_same_training, losses, run_training
 

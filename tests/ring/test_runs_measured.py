@@ -13,7 +13,7 @@ import pytest
 from exo_train.agent.resuming import resumed_options
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, DoesNotFitError, InterruptedRunError, PeerError
-from exo_train.train.loop import Watcher
+from exo_train.train.watcher import Watcher
 from tests.ring.household import Household
 from tests.ring.household_runs import assert_same_training, losses, run_training
 

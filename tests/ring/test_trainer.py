@@ -16,9 +16,9 @@ from exo_train.plan.history import StepId
 from exo_train.plan.prediction import Prediction, RankPrediction
 from exo_train.train.batches import PAD_MULTIPLE
 from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
-from exo_train.train.loop import Watcher
 from exo_train.train.progress import Progress
 from exo_train.train.rundir import RunDir
+from exo_train.train.watcher import Watcher
 from tests.ring.rings import (
     CONFIG,
     TIMEOUT_S,
@@ -112,6 +112,27 @@ def test_resumed_equals_never_interrupted(
     assert largest_difference(adapter_of(halves), adapter_of(whole)) == 0.0
     assert [step for step, _ in progress.held_out_losses] == [0, STEPS]
     assert progress.busy_share(0) > 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(["torch", "torch"], ["torch"]), (["torch"], ["torch", "mlx", "torch"]), (["mlx"], ["torch"])],
+    ids=["fewer devices", "more devices, two backends", "another backend"],
+)
+def test_resumed_elsewhere_goes_on_with_the_same_numbers(
+    before: list[str], after: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    """Checkpoints speak of layers, so any ring can go on; to float tolerance then."""
+    config = replace(CONFIG, dropout=0.1)
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    trained(tiny_model, whole, backends=before, config=config)
+    stop = Watcher(wants_stop=StopAfter(5))
+    with pytest.raises(InterruptedRunError, match="after step 3 of 6"):
+        trained(tiny_model, halves, backends=before, config=config, watcher=stop)
+    checkpoint = newest_checkpoint(halves)
+    assert checkpoint is not None
+    trained(tiny_model, halves, backends=after, config=config, resumed=checkpoint)
+    assert losses_of(halves) == pytest.approx(losses_of(whole), rel=1e-4)
 
 
 def test_a_dropped_step_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:

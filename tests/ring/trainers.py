@@ -9,11 +9,12 @@ from exo_train.plan.prediction import Prediction
 from exo_train.train.batches import BatchPlan
 from exo_train.train.checkpoint import Checkpoint
 from exo_train.train.disk_pause import DiskPause
-from exo_train.train.loop import Data, Trainer, Watcher
+from exo_train.train.loop import Data, Trainer
 from exo_train.train.regrouping import Regrouping
 from exo_train.train.ring import Ring
 from exo_train.train.rundir import RunDir
 from exo_train.train.saving import Saver, SaveTimer
+from exo_train.train.watcher import Watcher
 from tests.ring.rings import random_examples
 
 

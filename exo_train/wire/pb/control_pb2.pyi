@@ -37,7 +37,7 @@ BOUNDARIES: StateKind
 HELD: StateKind
 
 class NodeFacts(_message.Message):
-    __slots__ = ("node_id", "name", "backend", "device", "chip", "memory_bytes", "usable_memory_bytes", "dtypes", "version", "incarnation", "endpoints", "free_memory_bytes", "instance", "run", "unreachable", "links", "more_devices", "wifi_hosts")
+    __slots__ = ("node_id", "name", "backend", "device", "chip", "memory_bytes", "usable_memory_bytes", "dtypes", "version", "incarnation", "endpoints", "free_memory_bytes", "instance", "run", "unreachable", "links", "more_devices", "ended_runs", "wifi_hosts")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class NodeFacts(_message.Message):
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     MORE_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    ENDED_RUNS_FIELD_NUMBER: _ClassVar[int]
     WIFI_HOSTS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     name: str
@@ -73,8 +74,17 @@ class NodeFacts(_message.Message):
     unreachable: bool
     links: _containers.RepeatedCompositeFieldContainer[LinkFacts]
     more_devices: _containers.RepeatedCompositeFieldContainer[ComputeDevice]
+    ended_runs: _containers.RepeatedCompositeFieldContainer[EndedRun]
     wifi_hosts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[str] = ..., name: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., chip: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., usable_memory_bytes: _Optional[int] = ..., dtypes: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., incarnation: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[_pairing_pb2.Endpoint, _Mapping]]] = ..., free_memory_bytes: _Optional[int] = ..., instance: _Optional[str] = ..., run: _Optional[_Union[RunFacts, _Mapping]] = ..., unreachable: bool = ..., links: _Optional[_Iterable[_Union[LinkFacts, _Mapping]]] = ..., more_devices: _Optional[_Iterable[_Union[ComputeDevice, _Mapping]]] = ..., wifi_hosts: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., name: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., chip: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., usable_memory_bytes: _Optional[int] = ..., dtypes: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., incarnation: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[_pairing_pb2.Endpoint, _Mapping]]] = ..., free_memory_bytes: _Optional[int] = ..., instance: _Optional[str] = ..., run: _Optional[_Union[RunFacts, _Mapping]] = ..., unreachable: bool = ..., links: _Optional[_Iterable[_Union[LinkFacts, _Mapping]]] = ..., more_devices: _Optional[_Iterable[_Union[ComputeDevice, _Mapping]]] = ..., ended_runs: _Optional[_Iterable[_Union[EndedRun, _Mapping]]] = ..., wifi_hosts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class EndedRun(_message.Message):
+    __slots__ = ("run_id", "generation")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    generation: int
+    def __init__(self, run_id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ComputeDevice(_message.Message):
     __slots__ = ("device", "chip", "memory_bytes", "free_memory_bytes", "usable_memory_bytes", "dtypes")
@@ -389,14 +399,12 @@ class Mark(_message.Message):
     def __init__(self, at: _Optional[_Union[StepId, _Mapping]] = ..., safe: _Optional[_Union[StepId, _Mapping]] = ..., copy: bool = ..., metrics_lines: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Shadowed(_message.Message):
-    __slots__ = ("at", "copy_s", "num_bytes")
+    __slots__ = ("at", "failure")
     AT_FIELD_NUMBER: _ClassVar[int]
-    COPY_S_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     at: StepId
-    copy_s: float
-    num_bytes: int
-    def __init__(self, at: _Optional[_Union[StepId, _Mapping]] = ..., copy_s: _Optional[float] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    failure: Failure
+    def __init__(self, at: _Optional[_Union[StepId, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class Prepare(_message.Message):
     __slots__ = ("backend", "device", "node_id", "cluster", "adopt")
@@ -557,8 +565,10 @@ class StateStored(_message.Message):
     def __init__(self, kind: _Optional[_Union[StateKind, str]] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("is_over",)
+    IS_OVER_FIELD_NUMBER: _ClassVar[int]
+    is_over: bool
+    def __init__(self, is_over: bool = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("kind", "message")

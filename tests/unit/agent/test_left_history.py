@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from exo_train.agent.adopting import History, check_still_led
 from exo_train.errors import TakenOverError
+from exo_train.train.rundir import RunDir
 
 
 def row(step: int, *, generation: int = 1, loss: float | None = 2.0) -> dict[str, Any]:
@@ -28,7 +31,39 @@ def lines(*rows: dict[str, Any]) -> list[str]:
 
 def test_the_last_step_is_the_one_before_the_first_gap() -> None:
     history = History.of([row(1), row(2)], lines(row(3), row(5)))
-    assert history.last_step == 3
+    assert history.last_step(since=0) == 3
+
+
+def test_a_line_that_was_lost_before_the_checkpoint_holds_nothing_up(tmp_path: Path) -> None:
+    """One flipped byte must not cost what is still in memory."""
+    history = History.of([row(1), row(3), row(4)], lines(row(5), row(6)))
+    assert history.last_step(since=4) == 6
+    assert history.state({"tokens": 40}, since=4, step=6)["tokens"] == 60
+    history.write(tmp_path, last_step=5)
+    assert [each["step"] for each in RunDir(tmp_path).read_metrics()] == [1, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        row(3) | {"tokens": None},
+        row(3) | {"tokens": "10"},
+        row(3) | {"step_s": math.inf},
+        row(3) | {"loss": [1]},
+        row(3) | {"generation": 2.5},
+        row(3) | {"step": True},
+        *({k: v for k, v in row(3).items() if k != key} for key in row(3)),
+        {"held_out_step": 3, "loss": "x"},
+        {"held_out_step": -1, "loss": 1.0},
+        [],
+    ],
+    ids=repr,
+)
+def test_lines_that_a_member_made_up_are_passed_over(bad: Any) -> None:
+    history = History.of([row(1)], [*lines(row(2), bad), "[" * 100_000])
+    assert history.last_step(since=0) == 2
+    assert history.state({}, since=0, step=2)["tokens"] == 20
+    assert history.held_out == {}
 
 
 def test_of_a_step_that_was_done_again_the_later_history_counts() -> None:

@@ -8,10 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exo_train.agent.resuming import check_same, kept_data, newest, resumed_options
+from exo_train.agent.resuming import (
+    check_resumed,
+    check_same,
+    data_before,
+    kept_data,
+    newest,
+    resumed_options,
+)
 from exo_train.agent.run_data import fingerprint
 from exo_train.config import TrainConfig
-from exo_train.errors import ConfigError
+from exo_train.errors import ConfigError, DataError
 from exo_train.train.chat import Example
 from exo_train.train.checkpoint import load_checkpoint, save_checkpoint
 from exo_train.train.kept_rows import write_rows
@@ -111,21 +118,41 @@ def test_another_run_is_refused_with_both_values(
 
 
 def test_a_run_goes_on_with_the_rows_it_keeps(run: Path, tmp_path: Path) -> None:
-    write_rows(run, train=ROWS, held_out=ROWS[:1])
-    data = kept_data(run, resumed_options(run, {}), vocab_size=8)
-    assert data is not None
-    assert fingerprint(data.batches.examples) == fingerprint(ROWS)
-    assert (data.batches.batch_size, data.batches.seed, len(data.held_out)) == (2, 5, 1)
-    # Data given anew, with a typing error perhaps, must not be passed over.
-    assert kept_data(run, resumed_options(run, {"data": "/chat.jsonl"}), vocab_size=8) is None
-
-
-def test_the_data_itself_comes_first(run: Path, tmp_path: Path) -> None:
+    """Not with what lies now where its data was: here that may be any file."""
     here = tmp_path / "chats.jsonl"
-    here.write_text("{}")
-    RunDir(run).write_config(TrainConfig(model="m", data=str(here)).to_dict())
-    assert kept_data(run, resumed_options(run, {}), vocab_size=8) is None
-    write_rows(run, train=ROWS, held_out=())
-    assert kept_data(run, resumed_options(run, {}), vocab_size=8) is None
-    here.unlink()
-    assert kept_data(run, resumed_options(run, {}), vocab_size=8) is not None
+    here.write_text("not even rows")
+    RunDir(run).write_config(TrainConfig(model="m", data=str(here), batch_size=2, seed=5).to_dict())
+    write_rows(run, train=ROWS, held_out=ROWS[:1])
+    options = resumed_options(run, {})
+    assert options.data == ""
+    data = kept_data(run, options, vocab_size=8)
+    assert fingerprint(data.batches.examples, data.held_out) == fingerprint(ROWS, ROWS[:1])
+    assert (data.batches.batch_size, data.batches.seed, len(data.held_out)) == (2, 5, 1)
+    assert data_before(run) == str(here)
+    # Data given anew, with a typing error perhaps, must not be passed over.
+    assert resumed_options(run, {"data": str(here)}).data == str(here)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_rows_that_are_damaged_are_named_and_may_be_given_anew(run: Path, damage: str) -> None:
+    path = write_rows(run, train=ROWS, held_out=())
+    path.unlink() if damage == "missing" else path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(DataError, match=r"rows.safetensors .*; name the data with --data"):
+        kept_data(run, resumed_options(run, {}), vocab_size=8)
+    assert check_resumed(run, None, state(), vocab_size=8) is None
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [(ROWS[1:], ROWS[:1]), (ROWS, ROWS[1:2]), (ROWS, ()), ((*ROWS, ROWS[0]), ())],
+    ids=["other rows", "other held-out rows", "none held out", "held-out rows trained on"],
+)
+def test_other_data_is_refused_before_the_first_checkpoint_too(
+    run: Path, train: tuple[Example, ...], held_out: tuple[Example, ...]
+) -> None:
+    write_rows(run, train=ROWS, held_out=ROWS[:1])
+    same, other = fingerprint(ROWS, ROWS[:1]), fingerprint(train, held_out)
+    assert check_resumed(run, None, state(data_hash=same), vocab_size=8) == same
+    reason = f"the data is not the one .* hash {other[:12]}…, there it is {same[:12]}…"
+    with pytest.raises(ConfigError, match=reason):
+        check_resumed(run, None, state(data_hash=other), vocab_size=8)

@@ -16,6 +16,7 @@ from exo_train.models.manifest import build_manifest
 from exo_train.models.open import open_model
 from exo_train.peer import NodeId
 from exo_train.wire.pb import control_pb2 as pb
+from tests.agent.running_agents import wait_until
 from tests.tiny_models import make_tiny_model
 
 OWN, OTHER = NodeId("a" * 32), NodeId("b" * 32)
@@ -25,7 +26,7 @@ RUN_ID = "r1"
 class World:
     """A device that keeps a copy of a run; its driver is a program that ends at once."""
 
-    def __init__(self, root: Path, model: Path, *, wanted: bool = True) -> None:
+    def __init__(self, root: Path, model: Path, *, wanted: bool = True, then: str = "") -> None:
         self.home = Home(root / "home")
         self.folder = self.home.replicas / RUN_ID
         self.folder.mkdir(parents=True)
@@ -42,11 +43,12 @@ class World:
         self.started = root / "started"
         script = (
             "import sys; from pathlib import Path; "
-            f"Path({str(self.started)!r}).open('a').write(' '.join(sys.argv[1:]) + chr(10))"
+            f"Path({str(self.started)!r}).open('a').write(' '.join(sys.argv[1:]) + chr(10)); {then}"
         )
         self.now_s = 0.0
         self.own: bool | None = True  # orphaned, led, or no part in it
         self.other: bool | None = None
+        self.ended_generation = 0  # as the other one tells it
         self.takeover = Takeover(
             self.home,
             self.parts,
@@ -57,8 +59,13 @@ class World:
 
     def parts(self) -> Iterator[Part]:
         for node_id, name, orphaned in ((OWN, "hall", self.own), (OTHER, "desk", self.other)):
-            run = None if orphaned is None else pb.RunFacts(run_id=RUN_ID, orphaned=orphaned)
-            yield Part(node_id=node_id, name=name, run=run)
+            run = None
+            if orphaned is not None:
+                run = pb.RunFacts(run_id=RUN_ID, generation=3, orphaned=orphaned)
+            ended = ()
+            if node_id == OTHER and self.ended_generation:
+                ended = (pb.EndedRun(run_id=RUN_ID, generation=self.ended_generation),)
+            yield Part(node_id=node_id, name=name, run=run, ended=ended)
 
     def wait(self, seconds: float) -> None:
         self.takeover.look()
@@ -80,8 +87,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def world(tmp_path: Path, model: Path) -> World:
-    return World(tmp_path, model)
+def world(tmp_path: Path, model: Path) -> Iterator[World]:
+    world = World(tmp_path, model)
+    yield world
+    world.takeover.close()
 
 
 def test_a_run_that_stays_alone_is_gone_on_with_once(world: World, model: Path) -> None:
@@ -101,6 +110,16 @@ def test_a_coordinator_that_comes_back_keeps_its_run(world: World) -> None:
     world.own = True
     world.wait(GRACE_S - 1)
     assert not world.commands
+
+
+@pytest.mark.parametrize(("ended_generation", "starts"), [(3, 0), (4, 0), (2, 1)])
+def test_a_run_that_was_ended_is_not_gone_on_with(
+    world: World, ended_generation: int, starts: int
+) -> None:
+    """This device slept over the run's end; an earlier end, before a resume, does not count."""
+    world.other, world.ended_generation = None, ended_generation
+    world.wait(GRACE_S + 1)
+    assert len(world.commands) == starts
 
 
 def test_a_run_that_is_led_elsewhere_is_left_alone(world: World) -> None:
@@ -161,3 +180,74 @@ def test_one_death_after_the_other_is_bounded(world: World) -> None:
     world.own = True
     world.wait(GRACE_S)
     assert len(world.commands) == 4
+
+
+def test_a_driver_saves_and_ends_with_the_agent_that_started_it(
+    tmp_path: Path, model: Path
+) -> None:
+    """Its input is a pipe that the agent holds: the system closes it, however the agent ends."""
+    saved = tmp_path / "saved"
+    wait_and_save = (
+        "from exo_train.agent import driver; from exo_train.train.watcher import Watcher; "
+        "import os, time; assert os.environ[driver.TIED_VARIABLE]; "
+        "watcher = driver._tied_to_input(Watcher()); "
+        f"Path({str(tmp_path / 'up')!r}).touch(); "
+        "any(time.sleep(0.05) for _ in iter(watcher.wants_stop, True)); "
+        f"Path({str(saved)!r}).touch()"
+    )
+    world = World(tmp_path, model, then=wait_and_save)
+    world.wait(60)
+    watched = world.takeover._watched[RUN_ID]
+    driver = watched.driver
+    assert driver is not None
+    assert driver.stdin is not None
+    try:
+        wait_until((tmp_path / "up").exists, 60, lambda: "the driver did not come up")
+        assert driver.poll() is None, "it goes on while the agent is there"
+        assert not saved.exists()
+        driver.stdin.close()
+        assert driver.wait(60) == 0
+    finally:
+        driver.kill()
+        driver.wait()
+        world.takeover.close()
+    assert saved.exists()
+
+
+def test_what_a_member_sent_ends_neither_the_thread_nor_the_takeover(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for config in ("devices: 5", "devices: {a: 1}", "devices: [5, null]", "[" * 10_000):
+        (world.folder / "config.yaml").write_text(config)
+        world.own = False
+        world.wait(1)
+        world.own = True
+        world.now_s += WINDOW_S
+        world.wait(GRACE_S)
+        assert world.commands[-1].endswith("--min-devices 1")
+    assert len(world.commands) == 4
+
+
+@pytest.mark.parametrize("sent", ["[" * 100_000, "[]", '{"run_id": 1}', "\xff"])
+def test_a_strange_succession_is_none(world: World, sent: str) -> None:
+    (world.folder / "takeover.json").write_bytes(sent.encode("latin-1"))
+    world.wait(60)
+    assert not world.commands
+
+
+def test_the_thread_outlives_what_it_did_not_expect(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("exo_train.agent.takeover.LOOK_S", 0.01)
+    looks = []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 1:
+            raise TypeError("devices")
+
+    monkeypatch.setattr(world.takeover, "look", look)
+    world.takeover.start()
+    wait_until(lambda: len(looks) > 2, 60, lambda: caplog.text)
+    world.takeover.close()
+    assert "looking at runs without a coordinator failed" in caplog.text

@@ -95,7 +95,7 @@ class NoNetwork:
     interrupted: list[int] = field(default_factory=list)
     loaded_ranks: list[int] = field(default_factory=list)
     copies: list[Snapshot] = field(default_factory=list)
-    copy_fails: bool = False
+    copy_fails: Exception | None = None
     hold_copies: threading.Event | None = None  # a copy takes until it is set, or interrupted
     copying: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     generations: Generations = field(default_factory=Generations)
@@ -131,11 +131,12 @@ class NoNetwork:
             with stopper.calling(lambda reason: ready.set()):
                 assert ready.wait(WAIT_S)
         stopper.check()
-        if self.copy_fails:
-            raise ExoTrainError("the neighbour does not listen")
+        if self.copy_fails is not None:
+            raise self.copy_fails
         self.copies.append(snapshot)
 
-    def check(self, plan: Plan) -> None: ...
+    def check(self, plan: Plan) -> None:
+        self.generations.stopper(plan.generation).check()
 
     def interrupt(self, reason: ExoTrainError, *, before: int) -> None:
         self.interrupted.append(before)

@@ -21,11 +21,12 @@ from exo_train.train.batches import BatchPlan
 from exo_train.train.chat import Example
 from exo_train.train.checkpoint import Checkpoint
 from exo_train.train.disk_pause import DiskPause
-from exo_train.train.loop import Data, Trainer, Watcher
+from exo_train.train.loop import Data, Trainer
 from exo_train.train.messages import to_state_arrays
 from exo_train.train.ring import Event, Ring
 from exo_train.train.rundir import RunDir
 from exo_train.train.saving import Saver, SaveTimer
+from exo_train.train.watcher import Watcher
 from exo_train.wire.pb import control_pb2 as pb
 
 NAMES = ("studio", "den-pc", "laptop")

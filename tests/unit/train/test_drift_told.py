@@ -12,7 +12,7 @@ from exo_train.errors import DoesNotFitError
 from exo_train.plan.drift import Drift
 from exo_train.plan.prediction import Prediction, RankPrediction
 from exo_train.train.batches import StepBatch
-from exo_train.train.loop import Watcher
+from exo_train.train.watcher import Watcher
 from tests.unit.train.scripted_run import Script, ScriptedStep, rows, run_script
 
 SLOW_FROM = 20

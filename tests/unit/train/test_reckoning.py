@@ -11,8 +11,9 @@ from exo_train.errors import InterruptedRunError
 from exo_train.plan.prediction import Prediction, RankPrediction
 from exo_train.train.batches import BatchPlan
 from exo_train.train.checkpoint import newest_checkpoint
-from exo_train.train.loop import Trainer, Watcher
+from exo_train.train.loop import Trainer
 from exo_train.train.rundir import RunDir, Summary
+from exo_train.train.watcher import Watcher
 from tests.unit.train.scripted_run import ScriptedStep, rows, run_script
 
 # Steps of 4 rows of 8 inputs have 32 positions; the promise is of a step twice as large.

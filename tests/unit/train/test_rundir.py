@@ -119,6 +119,35 @@ def test_resume_drops_the_steps_it_repeats_and_a_cut_line(run):
     assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda line: line.replace(b"epoch", b"ep\xffch"),
+        lambda line: line[:-9],
+        lambda line: b"[" * 100_000,
+        lambda line: line.replace(b'"loss"', b'"lost"'),
+        lambda line: line.replace(b'"step": 2', b'"step": "2"'),
+    ],
+    ids=["a flipped byte", "cut", "nested", "no loss", "step as text"],
+)
+def test_one_damaged_line_costs_no_other(run, damage):
+    for step in (1, 2, 3, 4):
+        run.append_metrics(make_step(step))
+    path = run.path / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0], damage(lines[1]), *lines[2:]]))
+    assert [row["step"] for row in run.read_metrics()] == [1, 3, 4]
+    run.rewind_metrics(last_step=3)
+    assert [row["step"] for row in run.read_metrics()] == [1, 3]
+
+
+def test_options_that_are_no_options_are_a_sentence(run):
+    for text in ("devices: " + "[" * 10_000, "x: 2001-99-99"):
+        (run.path / "config.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=r"config\.yaml cannot be read"):
+            run.read_config()
+
+
 def test_summary_has_the_published_keys(run):
     run.write_summary(make_summary(loss_last=math.nan))
     plain = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))

@@ -11,6 +11,7 @@ import pytest
 from rewound_rank import NAME, WAIT_S, Conversation, point
 
 from exo_train.agent.planning import make_plan
+from exo_train.errors import PeerLostError
 from exo_train.models.manifest import ModelManifest
 from exo_train.plan.history import StepId
 from exo_train.plan.plan import Plan
@@ -287,7 +288,7 @@ def test_a_copy_is_told_when_it_is_there(talk: Talk) -> None:
     told = talk.shadowed.get(timeout=WAIT_S)
     assert (told.run_id, told.generation, told.rank) == (talk.plan.run_id, 1, 0)
     assert (told.shadowed.at.generation, told.shadowed.at.step) == (1, 1)
-    assert told.shadowed.num_bytes == 4 + 8
+    assert not told.shadowed.HasField("failure")
     (copy,) = talk.around.copies
     own = talk.plan.ranks[0].stage
     assert (copy.at, copy.start, copy.end) == (point(1), own.start, own.end)
@@ -305,14 +306,25 @@ def test_no_copy_is_sent_when_none_is_wanted_or_nobody_holds_it(
         assert talking.shadowed.empty()
 
 
-def test_a_copy_that_fails_is_no_failure_and_the_next_mark_tries_again(talk: Talk) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PeerLostError("the neighbour does not listen"), "the neighbour does not listen"),
+        (OSError("no route"), "OSError: no route"),
+    ],
+)
+def test_a_copy_that_fails_is_told_and_the_next_mark_tries_again(
+    talk: Talk, error: Exception, said: str
+) -> None:
+    """It is no failure of the rank, but the driver would wait for it."""
     talk.load()
     talk.train(1)
-    talk.around.copy_fails = True
+    talk.around.copy_fails = error
     talk.mark(point(1), copy=True)
-    assert talk.around.copying.acquire(timeout=WAIT_S)
+    told = talk.shadowed.get(timeout=WAIT_S).shadowed
+    assert (told.at.step, told.failure.message) == (1, said)
     talk.train(2)
-    talk.around.copy_fails = False
+    talk.around.copy_fails = None
     talk.mark(point(2), copy=True)
     assert talk.shadowed.get(timeout=WAIT_S).shadowed.at.step == 2
     assert [copy.at for copy in talk.around.copies] == [point(2)]

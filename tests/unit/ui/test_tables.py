@@ -120,6 +120,11 @@ def test_a_run_is_shown_with_what_each_rank_waits_for_and_until_when() -> None:
     assert "run" not in drawn(member("studio", "a"))
 
 
+def test_what_was_done_about_a_run_without_a_coordinator_is_shown() -> None:
+    said = "attic, which led run cafe, is gone: this device goes on with it in /x; see /log"
+    assert said in drawn(member("studio", "a"), takeovers=[said])
+
+
 def test_all_runs_are_shown_if_there_are_several() -> None:
     runs: list[dict[str, Any]] = [
         {

@@ -1,0 +1,89 @@
+"""The first and the last of a run on a disk: room for what it will save, and a way to go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from exo_train.agent import driver
+from exo_train.agent.driver import num_to_make_room_for
+from exo_train.agent.finishing import Finish
+from exo_train.config import TrainConfig
+from exo_train.errors import ExoTrainError, InterruptedRunError
+from exo_train.train.disk_pause import DiskPause
+from exo_train.train.durable import DiskError
+from exo_train.train.rundir import RunDir
+from exo_train.train.watcher import Watcher
+
+
+@pytest.mark.parametrize(
+    ("options", "steps_left", "num_there", "needed"),
+    [
+        ({}, 1000, 0, 5),  # three kept, the best, the one that is being written
+        ({}, 40, 0, 2),
+        ({}, 41, 0, 3),
+        ({"save_every": 0}, 1000, 0, 1),
+        ({"save_every": 0, "save_minutes": 1.0}, 1000, 0, 5),
+        ({"keep": 100}, 1000, 0, 50),
+        ({}, 900, 4, 1),
+        ({}, 900, 9, 0),
+        ({}, 0, 1, 0),
+    ],
+)
+def test_room_is_asked_for_what_the_run_will_save(
+    options: dict[str, Any], steps_left: int, num_there: int, needed: int
+) -> None:
+    config = TrainConfig(model="m", **options)
+    found = num_to_make_room_for(config, steps_left=steps_left, num_there=num_there)
+    assert found == needed
+
+
+class Trainer:
+    """Has trained."""
+
+    def __init__(self, *given: object, **more: object) -> None:
+        totals = SimpleNamespace(num_dropped=0)
+        self.replicate = None
+        self.progress = SimpleNamespace(step=4, saved_step=4, totals=totals)
+
+    def run(self, *given: object, **more: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("error", "stops", "raised"),
+    [
+        (DiskError("full", obstacle="is full"), True, InterruptedRunError),
+        (ExoTrainError("no adapter"), False, ExoTrainError),
+    ],
+    ids=["stopped while the disk is full", "what is written does not read back"],
+)
+def test_the_last_write_can_be_done_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    stops: bool,
+    raised: type[Exception],
+) -> None:
+    left: list[str] = []
+
+    def leave(finish: Finish, status: str) -> None:
+        left.append(status)
+        raise error
+
+    for name in ("Trainer", "Replicator", "Saver", "CopiedPlans"):
+        monkeypatch.setattr(driver, name, Trainer)
+    monkeypatch.setattr(Finish, "leave", leave)
+    pause = DiskPause(device="attic", say=lambda note: None, wants_stop=lambda: stops)
+    ring: Any = SimpleNamespace(plan=SimpleNamespace(run_id="r", generation=1))
+    household: Any = SimpleNamespace(holders=list)
+    recovery: Any = SimpleNamespace(chosen=SimpleNamespace(prediction=None, advise=None))
+    config, nothing = TrainConfig(model="m", steps=4), SimpleNamespace()
+    with pytest.raises(raised, match=f"step 4 is saved in .*--resume {tmp_path}"):
+        driver._train_on(
+            ring, config, nothing, RunDir(tmp_path), nothing, Watcher(),
+            household, recovery, None, {}, pause,
+        )  # fmt: skip
+    assert left == ["done", "interrupted" if stops else "failed"]
