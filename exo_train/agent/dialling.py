@@ -21,6 +21,7 @@ from exo_train.peer import Address, NodeId, has_control_characters, short_id
 from exo_train.transport.channel import open_channel
 from exo_train.transport.tls import PeerTls
 from exo_train.wire.pb import handshake_pb2
+from exo_train.wire.pb.control_pb2_grpc import ControlStub
 from exo_train.wire.pb.handshake_pb2_grpc import HandshakeStub
 
 MAX_CHANNELS = 256
@@ -41,11 +42,16 @@ class RemovedHereError(NotTheDeviceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proven:
-    """A channel whose other end is `node_id`."""
+    """A channel whose other end is `node_id`.
+
+    `control` is made with it: gRPC crashes where a stub is made of a channel that another thread is
+    closing, while calls on one just raise.
+    """
 
     node_id: NodeId
     instance: str
     channel: grpc.Channel
+    control: ControlStub
 
 
 class Dialling:
@@ -133,7 +139,12 @@ class Dialling:
         except BaseException:
             channel.close()
             raise
-        return Proven(node_id=node_id, instance=answer.instance, channel=channel)
+        return Proven(
+            node_id=node_id,
+            instance=answer.instance,
+            channel=channel,
+            control=ControlStub(channel),
+        )
 
     def _greet(self, channel: grpc.Channel, address: Address) -> handshake_pb2.Greeting:
         try:

@@ -15,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import assert_never
 
-import grpc
-
 from exo_train.agent.admissions import Admissions
 from exo_train.agent.dialling import (
     Dialling,
@@ -126,7 +124,7 @@ class Meeting:
         calls = []
         for member in self.live():
             with contextlib.suppress(PeerError):
-                stub = ControlStub(self._channel(member))
+                stub = self._stub(member)
                 with calling(member.proven[0]):
                     calls.append(stub.Goodbye.future(goodbye, GOODBYE_TIMEOUT_S))
         for call in calls:
@@ -189,7 +187,7 @@ class Meeting:
         for member in self.live():
             with contextlib.suppress(PeerError):
                 node_id = member.facts.node_id
-                stub = ControlStub(self._channel(member))
+                stub = self._stub(member)
                 with calling(member.proven[0]):
                     future = stub.SyncRoster.future(self._admissions.message(), SPREAD_TIMEOUT_S)
                 calls.append((node_id, future))
@@ -219,16 +217,16 @@ class Meeting:
                 lambda now_s: self._machine.left(node_id, incarnation=incarnation, now_s=now_s)
             )
 
-    def _channel(self, member: Member) -> grpc.Channel:
-        """Give the channel of its heartbeats; raises PeerError when there is none."""
+    def _stub(self, member: Member) -> ControlStub:
+        """Give what calls it, on the channel of its heartbeats; raises PeerError without one."""
         if not member.answers:
             raise PeerError(f"{member.facts.name} cannot be called from here")
-        return self._dialling.to(member.proven[0], member.facts.node_id).channel
+        return self._dialling.to(member.proven[0], member.facts.node_id).control
 
     def dial_back(self, member: Member, addresses: tuple[Address, ...]) -> list[pb.DialOutcome]:
         """Have a member connect to us; gives an outcome for each address. Raises PeerError."""
         request = pb.DialBackRequest(endpoints=to_endpoints(addresses))
-        stub = ControlStub(self._channel(member))
+        stub = self._stub(member)
         with calling(member.proven[0]):
             return list(stub.DialBack(request, timeout=DIAL_BACK_TIMEOUT_S).outcomes)
 
@@ -361,7 +359,7 @@ class Meeting:
             roster_digest=self._admissions.digest(),
             clock_s=time.time(),
         )
-        sent_s, stub = time.monotonic(), ControlStub(proven.channel)
+        sent_s, stub = time.monotonic(), proven.control
         with calling(ask.address):
             reply = stub.Hello(request, timeout=HELLO_TIMEOUT_S)
             rtt_s = time.monotonic() - sent_s

@@ -113,7 +113,6 @@ class LanRun:
 
 @pytest.fixture
 def run(lan: Lan, launch: LanAgents, tmp_path: Path) -> LanRun:
-    # So long a device that was away keeps its worker, once it finds the driver gone.
     for number in (1, 2, 3):
         lan.add_host(number)
     agents = launch(1, 2, 3)

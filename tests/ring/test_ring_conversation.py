@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -156,6 +157,25 @@ def test_a_slow_step_names_who_is_waited_for(plan: Plan) -> None:
         started(ring)
         with pytest.raises(PeerLostError, match=r"step 1 took too long.*device1.*computing"):
             step(ring, timeout_s=0.6)
+
+
+def test_who_all_wait_for_is_said_long_before_the_deadline(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow is not dead: the straggler is named, and the step goes on."""
+    monkeypatch.setattr(conversation_module, "PATIENCE_S", 0.1)
+    ranks = [ScriptedRank(0, {"step_input": [report(0)]}), ScriptedRank(1, {})]
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        ranks[1]._on_event(report(1))
+
+    with Ring(plan, ranks, on_note=note) as ring:
+        started(ring)
+        assert len(step(ring)) == 2
+    assert len(notes) == 1
+    assert re.match(r"step 1 takes long .*waiting for device1: computing", notes[0])
 
 
 @pytest.mark.parametrize("field", ["busy_s", "step_s", "period_s"])
