@@ -88,7 +88,7 @@ class Agent:
         self._sessions = Sessions(self._worker_settings, name_of=self._name_of, lease_s=lease_s())
         self._takeover = Takeover(
             home,
-            lambda: parts_of(self.introduce(), self.meeting),
+            lambda: parts_of(self.node_id, self.device.name, self._sessions, self.meeting),
             on_ended=self._sessions.end_left,
         )
         self._survey: Survey | None = None

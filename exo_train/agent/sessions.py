@@ -198,4 +198,7 @@ class Sessions:
 
 
 def _is_of(session: RunSession, first: pb.RunMessage) -> bool:
-    return (session.run_id, session.device) == (first.run_id, first.prepare.device)
+    """Tell whether it is the same processor's part; several ranks of one ring may share one."""
+    if (session.run_id, session.device) != (first.run_id, first.prepare.device):
+        return False
+    return session.rank == first.rank or session.generation != first.generation

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from exo_train.agent.meeting import Meeting
-from exo_train.agent.protocol import Introduction
-from exo_train.agent.sessions import is_over
+from exo_train.agent.sessions import Sessions, is_over
 from exo_train.agent.succession import TIED_VARIABLE, Succession, read_succession
 from exo_train.cluster.home import Home
 from exo_train.errors import ConfigError, ExoTrainError
@@ -54,14 +53,16 @@ class Part:
     ended: tuple[pb.EndedRun, ...] = ()
 
 
-def parts_of(own: Introduction, meeting: Meeting) -> list[Part]:
-    """Give the live members as they told of themselves last, and this device."""
-    told = [own, *(meeting.told(member.facts.node_id) for member in meeting.live())]
-    return [
+def parts_of(node_id: NodeId, name: str, sessions: Sessions, meeting: Meeting) -> list[Part]:
+    """Give this device, without a look at its hardware, and live members as they told last."""
+    own = Part(node_id=node_id, name=name, run=sessions.facts(), ended=sessions.ended())
+    told = [meeting.told(member.facts.node_id) for member in meeting.live()]
+    others = [
         Part(node_id=t.facts.node_id, name=t.facts.name, run=t.run, ended=t.ended_runs)
         for t in told
         if t
     ]
+    return [own, *others]
 
 
 @dataclass(slots=True)
