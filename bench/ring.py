@@ -50,6 +50,7 @@ def main() -> None:
                     threads=max(1, cores // 2),
                     options=loopback,
                 )
+                agents.wait_listening(name)  # a code is for one device
             agents.wait_met()
             speeds = {}
             for side, devices in (("one device", ("one",)), ("ring of two", ("left", "right"))):
