@@ -175,7 +175,7 @@ def test_who_all_wait_for_is_said_long_before_the_deadline(
         started(ring)
         assert len(step(ring)) == 2
     assert len(notes) == 1
-    assert re.match(r"step 1 takes long .*waiting for device1: computing", notes[0])
+    assert re.match(r"step 1 takes long .*waiting for device1 \(rank 1\): computing", notes[0])
 
 
 @pytest.mark.parametrize("field", ["busy_s", "step_s", "period_s"])
