@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 REFERENCE = "reference"
 
@@ -27,6 +29,12 @@ def load_fast_blas() -> str:
     if torch_library and _load_global(torch_library):
         return "torch"
     return REFERENCE
+
+
+def import_mlx_core() -> Any:
+    """Give `mlx.core`; whoever may be its first importer in a process takes it from here."""
+    load_fast_blas()
+    return importlib.import_module("mlx.core")
 
 
 def _torch_library() -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Protocol, cast
 
 from exo_train.backends.base import Stage, StageOptions
-from exo_train.backends.fast_blas import load_fast_blas
+from exo_train.backends.fast_blas import import_mlx_core
 from exo_train.config import LoraConfig, OptimizerConfig
 from exo_train.errors import ConfigError
 from exo_train.models.spec import ModelSpec
@@ -74,7 +74,7 @@ def load_backend(name: str) -> Backend:
             f"{_INSTALL[name]}"
         )
     if name == "mlx":
-        load_fast_blas()  # must come before the first import of mlx.core
+        import_mlx_core()  # before the backend's modules import it
     return cast(Backend, importlib.import_module(_MODULES[name]))
 
 

@@ -17,6 +17,8 @@ from typing import Protocol
 
 import psutil
 
+from exo_train.backends.fast_blas import import_mlx_core
+
 SAMPLE_S = 0.001
 
 
@@ -141,9 +143,7 @@ class _MlxMeter:
     """MLX counts its own allocations, on the CPU too."""
 
     def __init__(self) -> None:
-        import mlx.core as mx
-
-        self._mx = mx
+        self._mx = import_mlx_core()
 
     def synchronise(self) -> None:
         self._mx.synchronize()

@@ -68,6 +68,29 @@ print(used, error < 1e-3, both < 1e-3)
     assert (in_mlx, in_torch) == ("True", "True")
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux's wheel is slow")
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from exo_train.backends.registry import load_backend; load_backend('mlx')",
+        "from exo_train.train.meter import open_meter; open_meter('mlx', 'cpu').release()",
+    ],
+    ids=["backend", "meter"],
+)
+def test_whoever_imports_mlx_first_has_a_fast_blas_loaded_before(first: str) -> None:
+    """Afterwards is too late: a worker whose meter came first was a tenth as fast."""
+    code = f"""
+import ctypes, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mlx.core":
+            print(hasattr(ctypes.CDLL(None), "sgemm_"))
+sys.meta_path.insert(0, Watch())
+{first}
+"""
+    assert run_python(code).split() == ["True"]
+
+
 @pytest.mark.parametrize(
     "text",
     [
