@@ -25,14 +25,14 @@ from exo_train.agent.opening import (
     tell_fetched,
     weights_access,
 )
-from exo_train.agent.planning import Candidate, Key
+from exo_train.agent.planning import Candidate
 from exo_train.agent.replicating import Holder
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
 from exo_train.errors import PeerError
 from exo_train.peer import Address, NodeId
 from exo_train.plan.history import StepId
-from exo_train.plan.plan import Plan
+from exo_train.plan.plan import Key, Plan
 from exo_train.train.ring import RankChannel, Ring
 
 MEET_S = 8.0
@@ -136,10 +136,7 @@ class HouseholdNow:
     def channels(self, plan: Plan) -> dict[Key, RankChannel]:
         """Give a way to each rank's agent; none is opened yet."""
         opened = channels_to(plan, self._status, self._tls)
-        return {
-            (rank.node_id, rank.device): channel
-            for rank, channel in zip(plan.ranks, opened, strict=True)
-        }
+        return {rank.key: channel for rank, channel in zip(plan.ranks, opened, strict=True)}
 
     def ring_of(self, plan: Plan) -> Ring:
         """Give a ring that `bring_up` starts; its end is the caller's."""

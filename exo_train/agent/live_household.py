@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from exo_train.agent.dialling import refusal_of
-from exo_train.agent.planning import Candidate, Key
+from exo_train.agent.planning import Candidate
 from exo_train.agent.protocol import HELLO_TIMEOUT_S
 from exo_train.cluster.interface_kinds import WI_FI
 from exo_train.cluster.interfaces import all_dialable, without_zone
@@ -26,6 +26,7 @@ from exo_train.errors import ExoTrainError, InterruptedRunError, PeerError, Peer
 from exo_train.peer import Address, NodeId, has_control_characters
 from exo_train.plan.block_times import MAX_ANSWER_CHARS, BlockTimes, ProfileRequest
 from exo_train.plan.fields import parse_json
+from exo_train.plan.plan import Key
 from exo_train.plan.profiles import DeviceProfile, LinkProfile, Links, StageCosts
 from exo_train.train.messages import from_failure
 from exo_train.transport.channel import open_channel

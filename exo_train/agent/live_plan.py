@@ -21,7 +21,6 @@ from exo_train.agent.live_household import (
 from exo_train.agent.planning import (
     DTYPE_BYTES,
     Candidate,
-    Key,
     compute_dtype,
     model_shape,
     wire_dtype,
@@ -34,6 +33,7 @@ from exo_train.plan.block_times import BlockTimes
 from exo_train.plan.device_memory import Measured, Processor, counts_process
 from exo_train.plan.exact import ExactPlan
 from exo_train.plan.memory import ModelShape
+from exo_train.plan.plan import Key
 from exo_train.plan.prediction import Prediction, predict
 from exo_train.plan.profiles import (
     DeviceProfile,

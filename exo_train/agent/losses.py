@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from exo_train.agent.planning import Key
-from exo_train.plan.plan import RankPlan
+from exo_train.plan.plan import Key, RankPlan
 
 # A device that is lost so often within so long is left out until the run ends.
 MAX_LOSSES = 3
@@ -71,10 +70,9 @@ class Losses:
     def reserves(self, ranks: tuple[RankPlan, ...]) -> Mapping[Key, int]:
         """Give how much less those may take of whom memory ran out."""
         return {
-            key: round(MORE_RESERVE * rank.memory_bytes)
+            rank.key: round(MORE_RESERVE * rank.memory_bytes)
             for rank in ranks
-            if (key := (rank.node_id, rank.device)) in self._accounts
-            and self._accounts[key].ran_out
+            if rank.key in self._accounts and self._accounts[rank.key].ran_out
         }
 
     def is_usable(self, key: Key, *, live_s: float) -> bool:
@@ -101,4 +99,4 @@ class Losses:
         return float("inf") if at_s is None else self._clock_s() - at_s
 
     def _account(self, rank: RankPlan) -> _Account:
-        return self._accounts.setdefault((rank.node_id, rank.device), _Account(rank.name))
+        return self._accounts.setdefault(rank.key, _Account(rank.name))

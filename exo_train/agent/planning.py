@@ -24,15 +24,12 @@ from exo_train.plan.partition import (
     one_f_one_b_depth,
     partition,
 )
-from exo_train.plan.plan import Plan, RankPlan
+from exo_train.plan.plan import Key, Plan, RankPlan
 from exo_train.plan.stages import StageSpec
 from exo_train.plan.workloads import run_copies
 from exo_train.train.batches import choose_microbatch_size
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-
-Key = tuple[NodeId, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

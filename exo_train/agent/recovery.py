@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from exo_train.agent.household_now import HouseholdNow
 from exo_train.agent.losses import Losses
-from exo_train.agent.planning import Candidate, Key
+from exo_train.agent.planning import Candidate
 from exo_train.agent.replanning import replan_run
 from exo_train.agent.run_plan import Run, RunPlan
 from exo_train.agent.standby import RECOVERY_S, StandBys
@@ -26,7 +26,7 @@ from exo_train.errors import (
     TakenOverError,
 )
 from exo_train.plan.history import newest_whole
-from exo_train.plan.plan import RankPlan
+from exo_train.plan.plan import Key, RankPlan
 from exo_train.train.fault_points import point
 from exo_train.train.regrouping import Known, Regrouped, Restored, from_checkpoint
 from exo_train.train.ring import START, Ring
@@ -277,9 +277,5 @@ def _from_driver(known: Known, generation: int) -> Restored | None:
     return from_checkpoint(checkpoint, generation=generation) if checkpoint is not None else None
 
 
-def _key(rank: RankPlan) -> Key:
-    return rank.node_id, rank.device
-
-
 def _keys(ranks: tuple[RankPlan, ...]) -> dict[Key, str]:
-    return {_key(rank): rank.name for rank in ranks}
+    return {rank.key: rank.name for rank in ranks}

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from exo_train.agent.deciding import Decision, decide_for_size
 from exo_train.agent.live_plan import Asking, LiveProblem, as_sent, with_more
-from exo_train.agent.planning import Candidate, Key, compute_dtype, make_plan, ring_order
+from exo_train.agent.planning import Candidate, compute_dtype, make_plan, ring_order
 from exo_train.agent.run_plan import (
     Given,
     Run,
@@ -24,7 +24,7 @@ from exo_train.agent.run_plan import (
 )
 from exo_train.errors import ConfigError, DoesNotFitError, PeerError
 from exo_train.plan.exact import plan_with_layers
-from exo_train.plan.plan import Plan
+from exo_train.plan.plan import Key, Plan
 
 NOT_LAID_DOWN = "the split that --layers lays down cannot be had, so another is planned"
 NO_RESERVE: Mapping[Key, int] = MappingProxyType({})
@@ -97,7 +97,7 @@ def with_freed(candidates: Sequence[Candidate], before: RunPlan) -> list[Candida
     No more than it has had before: of what a user gives with --memory nothing is seen to be taken.
     """
     most = _most_bytes(before)
-    stage_bytes = {(r.node_id, r.device): r.memory_bytes for r in before.plan.ranks}
+    stage_bytes = {r.key: r.memory_bytes for r in before.plan.ranks}
 
     def freed(candidate: Candidate) -> Candidate:
         now_bytes = candidate.usable_memory_bytes
@@ -138,7 +138,7 @@ def _new_caps(
 
     Of a stage whose need is not known, from what the device had.
     """
-    stages = {(r.node_id, r.device): r.memory_bytes for r in before.plan.ranks}
+    stages = {r.key: r.memory_bytes for r in before.plan.ranks}
     had = _most_bytes(before)
     return {
         c.key: max(
@@ -251,5 +251,5 @@ def _note_size(size: int, sizes: Sequence[int], on_note: Callable[[str], None]) 
 
 def _gone(before: Plan, room: Sequence[Candidate]) -> str:
     keys = {c.key for c in room}
-    names = [r.name for r in before.ranks if (r.node_id, r.device) not in keys]
+    names = [r.name for r in before.ranks if r.key not in keys]
     return f"without {' and '.join(names)} the run cannot go on: " if names else ""

@@ -14,7 +14,6 @@ from exo_train.agent.deciding import given_size
 from exo_train.agent.live_plan import Asking, LiveProblem, decide_live, measure
 from exo_train.agent.planning import (
     Candidate,
-    Key,
     Part,
     compute_dtype,
     make_plan,
@@ -28,7 +27,7 @@ from exo_train.models.manifest import ModelManifest
 from exo_train.peer import SHORT_ID_CHARS, NodeId
 from exo_train.plan.drift import Drift, replan
 from exo_train.plan.exact import ExactPlan, plan_with_layers
-from exo_train.plan.plan import Plan
+from exo_train.plan.plan import Key, Plan
 from exo_train.plan.prediction import Prediction
 from exo_train.train.batches import choose_microbatch_size
 from exo_train.train.step_shapes import StepShapes
@@ -218,7 +217,7 @@ def as_before(
     Nor may more devices be asked for, `at_least`, than it has.
     """
     by_key = {candidate.key: candidate for candidate in candidates}
-    found = [by_key.get((rank.node_id, rank.device)) for rank in before.ranks]
+    found = [by_key.get(rank.key) for rank in before.ranks]
     kept = [
         candidate
         for candidate, rank in zip(found, before.ranks, strict=True)

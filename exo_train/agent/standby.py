@@ -16,10 +16,11 @@ from typing import Any
 
 from exo_train.agent.live_plan import Asking
 from exo_train.agent.members import candidates_now
-from exo_train.agent.planning import Candidate, Key
+from exo_train.agent.planning import Candidate
 from exo_train.agent.replanning import replan_run
 from exo_train.agent.run_plan import WORTH_A_RESTART, Run, RunPlan
 from exo_train.errors import ExoTrainError, InterruptedRunError
+from exo_train.plan.plan import Key
 
 LOOK_S = 3.0
 # A device that comes and goes must not stop the ring each time, and its links want to be measured.
@@ -173,7 +174,7 @@ class StandBys:
     ) -> None:
         """Plan as if the ring were formed anew now, with all who wait, and see what it is worth."""
         keys = {c.key for c in waiting}
-        training = {(r.node_id, r.device) for r in before.plan.ranks}
+        training = {r.key for r in before.plan.ranks}
         taking_part = [c for c in here if c.key in keys or c.key in training]
         if not training <= {c.key for c in taking_part}:
             return  # a device was just lost: the ring is planned anew anyway
@@ -218,7 +219,7 @@ class StandBys:
         self, waiting: Sequence[Candidate], before: RunPlan, found: RunPlan
     ) -> Offer | None:
         """Say who is used and what it is good for; the user's wish goes before speed."""
-        used = {(r.node_id, r.device) for r in found.plan.ranks}
+        used = {r.key for r in found.plan.ranks}
         joining = tuple(c for c in waiting if c.key in used)
         if not joining:
             return None

@@ -25,7 +25,7 @@ from exo_train.errors import DoesNotFitError, NumericsError
 from exo_train.peer import NodeId
 from exo_train.plan.plan import Plan
 from exo_train.train.batches import Microbatch
-from exo_train.train.loop import merge
+from exo_train.train.collecting import merged
 from exo_train.train.metrics import finite_or_none
 from exo_train.train.ring import Ring
 from exo_train.transport.tls import MemberTls
@@ -134,7 +134,7 @@ def measure(ring: Ring, microbatches: list[Microbatch]) -> Measured:
     reports = ring.run_step(1, microbatches, loss_scale=1.0 / supervised, timeout_s=STEP_TIMEOUT_S)
     return Measured(
         loss=reports[-1].loss_sum / supervised,
-        gradients=merge(ring.collect(pb.GRADIENTS)),
+        gradients=merged(ring.collect(pb.GRADIENTS)),
         boundaries=ring.collect(pb.BOUNDARIES),
     )
 

@@ -30,6 +30,9 @@ _REAL_DTYPES = tuple(name for name in DTYPES if name != "auto")
 _MAX_SIZE = 2**24  # widths, ranks of adapters, sequence lengths
 
 
+Key = tuple[NodeId, str]  # a processor: its computer, and its name there
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
     """One rank: which device, how it computes, which layers; `addresses` once it listens."""
@@ -43,6 +46,10 @@ class RankPlan:
     stage: StageSpec
     addresses: tuple[Address, ...] = ()
     memory_bytes: int = 0  # what the plan reckons with; read again before the stage is loaded
+
+    @property
+    def key(self) -> Key:
+        return self.node_id, self.device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,9 +48,8 @@ def layouts(request: pb.StateRequest, spec: ModelSpec | None, lora: LoraConfig) 
 def _held_layout(rank: Rank, at: pb.StepId, spec: ModelSpec, lora: LoraConfig) -> Layout:
     layout: Layout = {}
     for held in rank.holdings:
-        is_asked = (held.at.generation, held.at.step) == (at.generation, at.step)
         # One that reaches outside the model is a lie, and counted for nothing before.
-        if is_asked and 0 <= held.start < held.end <= spec.num_layers:
+        if held.at == at and 0 <= held.start < held.end <= spec.num_layers:
             stage = StageSpec(start=held.start, end=held.end, embedding=False, head=False)
             layout |= state_layout(spec, lora, stage)
     return layout

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from exo_train.errors import ExoTrainError, InterruptedRunError, PeerLostError, ProtocolError
 from exo_train.plan.history import Holding, StepId
 from exo_train.plan.plan import RankPlan
-from exo_train.train.messages import from_failure
+from exo_train.train.messages import from_failure, from_step_id
 from exo_train.wire.pb import control_pb2 as pb
 
 SILENCE_TIMEOUT_S = 10.0  # no sign of life from a rank's agent: five heartbeats
@@ -287,7 +287,7 @@ class Conversation:
             return True
         if body == "shadowed":
             told = event.shadowed
-            at = StepId(generation=told.at.generation, step=told.at.step)
+            at = from_step_id(told.at)
             if told.HasField("failure"):
                 rank.copy_failure = at, from_failure(told.failure, where=rank.plan.name)
             else:

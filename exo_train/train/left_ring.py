@@ -11,7 +11,6 @@ import contextlib
 from exo_train.errors import TakenOverError
 from exo_train.train.conversation import LostRankError
 from exo_train.train.ring import PREPARE_TIMEOUT_S, Ring
-from exo_train.wire.pb import control_pb2 as pb
 
 
 class LeftRing(Ring):
@@ -27,15 +26,7 @@ class LeftRing(Ring):
         """
         for rank in self._talk.ranks:
             with contextlib.suppress(LostRankError):
-                self._talk.admit(rank)
-                body = pb.Prepare(
-                    backend=rank.plan.backend,
-                    device=rank.plan.device,
-                    node_id=rank.plan.node_id,
-                    cluster=self.plan.cluster,
-                    adopt=True,
-                )
-                self._talk.tell(rank, prepare=body)
+                self._begin_with(rank, adopt=True)
         self._talk.hear_out("prepared", timeout_s=PREPARE_TIMEOUT_S, what="taking over a worker")
         for rank in self._talk.ranks:
             if isinstance(rank.failure, TakenOverError):

@@ -390,11 +390,3 @@ class Trainer:
             microbatch_size=self._ring.plan.microbatch_size,
             max_seq_length=self._config.max_seq_length,
         )
-
-
-def merge(parts: Sequence[Arrays]) -> Arrays:
-    """Join the ranks' arrays; `step`, which all have, is the same everywhere."""
-    merged: Arrays = {}
-    for part in parts:
-        merged.update(part)
-    return merged

@@ -16,6 +16,7 @@ from exo_train.backends.base import Arrays, MicrobatchInput
 from exo_train.cluster.interfaces import without_zone
 from exo_train.errors import ExoTrainError, ProtocolError, error_class
 from exo_train.peer import Address, has_control_characters
+from exo_train.plan.history import StepId
 from exo_train.train.batches import Microbatch
 from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb import pairing_pb2
@@ -56,6 +57,14 @@ def from_failure(failure: pb.Failure, *, where: str) -> ExoTrainError:
     """Give the error that another device reports, with the device named once."""
     message = failure.message if where in failure.message else f"{where}: {failure.message}"
     return error_class(failure.kind)(message)
+
+
+def to_step_id(at: StepId) -> pb.StepId:
+    return pb.StepId(generation=at.generation, step=at.step)
+
+
+def from_step_id(at: pb.StepId) -> StepId:
+    return StepId(generation=at.generation, step=at.step)
 
 
 def to_microbatch_data(

@@ -18,7 +18,7 @@ from exo_train.models.manifest import ModelManifest
 from exo_train.models.spec import ModelSpec
 from exo_train.peer import Address, NodeId
 from exo_train.plan.history import Holding, StepId, shadow_holder
-from exo_train.plan.plan import Plan, RankPlan
+from exo_train.plan.plan import Key, Plan, RankPlan
 from exo_train.train.awaited_copies import LateCopy, wait_copies
 from exo_train.train.batches import Microbatch
 from exo_train.train.collecting import STATE_TIMEOUT_S, collect, is_adapter, layouts, merged
@@ -31,10 +31,12 @@ from exo_train.train.conversation import (
 )
 from exo_train.train.messages import (
     from_endpoints,
+    from_step_id,
     to_endpoints,
     to_failure,
     to_microbatch_data,
     to_state_arrays,
+    to_step_id,
 )
 from exo_train.train.snapshots import MAX_METRICS_LINES
 from exo_train.train.stage_loading import LOAD_TIMEOUT_S
@@ -48,8 +50,6 @@ PREPARE_TIMEOUT_S = 120.0  # importing a framework on a slow disk
 REWIND_TIMEOUT_S = 60.0
 MAX_HOLDINGS = 64  # of one rank; an honest one has three for each range of layers
 START = StepId(generation=0, step=0)
-
-Key = tuple[NodeId, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,14 +127,7 @@ class Ring:
         """Start a worker on every rank that has none; gives the plan with all data addresses."""
         new = [rank for rank in self._talk.ranks if not rank.started]
         for rank in new:
-            self._talk.admit(rank)
-            body = pb.Prepare(
-                backend=rank.plan.backend,
-                device=rank.plan.device,
-                node_id=rank.plan.node_id,
-                cluster=self.plan.cluster,
-            )
-            self._talk.tell(rank, prepare=body)
+            self._begin_with(rank)
         answers = self._talk.wait_all(
             "prepared",
             timeout_s=PREPARE_TIMEOUT_S,
@@ -153,6 +146,18 @@ class Ring:
         self.plan = replace(self.plan, ranks=tuple(rank.plan for rank in self._talk.ranks))
         self.plan.validate()
         return self.plan
+
+    def _begin_with(self, rank: Rank, *, adopt: bool = False) -> None:
+        """Open the rank's channel and ask for a worker; raises LostRankError."""
+        self._talk.admit(rank)
+        body = pb.Prepare(
+            backend=rank.plan.backend,
+            device=rank.plan.device,
+            node_id=rank.plan.node_id,
+            cluster=self.plan.cluster,
+            adopt=adopt,
+        )
+        self._talk.tell(rank, prepare=body)
 
     def load(
         self,
@@ -250,8 +255,8 @@ class Ring:
         What is older than `safe` may be forgotten.
         """
         body = pb.Mark(
-            at=_to_id(at),
-            safe=_to_id(safe),
+            at=to_step_id(at),
+            safe=to_step_id(safe),
             copy=self.has_shadows,
             metrics_lines=self.metrics_lines,
         )
@@ -273,7 +278,7 @@ class Ring:
 
     def collect_held(self, at: StepId) -> Arrays:
         """Fetch the state of `at` from all who hold a part of it, after a rewind."""
-        return merged(self._collect(pb.StateRequest(kind=pb.HELD, at=_to_id(at))))
+        return merged(self._collect(pb.StateRequest(kind=pb.HELD, at=to_step_id(at))))
 
     def _collect(self, request: pb.StateRequest) -> list[Arrays]:
         return collect(self._talk, request, layouts(request, self._spec, self.plan.lora))
@@ -322,7 +327,7 @@ class Ring:
         self.metrics_left = [line for _, a in answers for line in a.rewound.metrics_lines]
         for rank, answer in answers:
             rank.holdings = [
-                Holding(at=_from_id(h.at), start=h.start, end=h.end)
+                Holding(at=from_step_id(h.at), start=h.start, end=h.end)
                 for h in answer.rewound.holdings[-MAX_HOLDINGS:]
             ]
         return [holding for rank, _ in answers for holding in rank.holdings]
@@ -332,12 +337,12 @@ class Ring:
 
         `prepare` and `load` must follow. Raises LostRankError where one cannot be reached.
         """
-        left = {_key(rank.plan): rank for rank in self._talk.ranks if not rank.gone}
+        left = {rank.plan.key: rank for rank in self._talk.ranks if not rank.gone}
         ranks = []
         for rank_plan in plan.ranks:
-            rank = left.pop(_key(rank_plan), None)
+            rank = left.pop(rank_plan.key, None)
             if rank is None:
-                ranks.append(Rank(rank_plan, channels[_key(rank_plan)]))
+                ranks.append(Rank(rank_plan, channels[rank_plan.key]))
             else:
                 rank.plan = replace(rank_plan, addresses=rank.plan.addresses)
                 ranks.append(rank)
@@ -373,15 +378,3 @@ class Ring:
 
 def _at_once() -> bool:
     return True
-
-
-def _key(rank: RankPlan) -> Key:
-    return rank.node_id, rank.device
-
-
-def _to_id(at: StepId) -> pb.StepId:
-    return pb.StepId(generation=at.generation, step=at.step)
-
-
-def _from_id(at: pb.StepId) -> StepId:
-    return StepId(generation=at.generation, step=at.step)

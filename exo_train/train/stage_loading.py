@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.registry import load_backend
 from exo_train.models.manifest import ModelManifest
 from exo_train.models.tensors import TensorSource
 from exo_train.plan.plan import Plan
-from exo_train.transport.base import LinkIdentity, LinkLimits
+from exo_train.transport.base import LinkIdentity, LinkLimits, PeerIdentity
 from exo_train.wire.tensor import DType
 
 LINK_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 3600.0  # fetching tensors over Wi-Fi
+Identity = TypeVar("Identity", bound=PeerIdentity)
 CONFIG_DTYPES = {"fp32": DType.FP32, "bf16": DType.BF16, "fp16": DType.FP16}
 
 
@@ -44,7 +47,14 @@ def link_limits(plan: Plan) -> LinkLimits:
 
 
 def link_identity(plan: Plan, rank: int, peer_rank: int, token: str) -> LinkIdentity:
-    return LinkIdentity(
+    return identity_of(LinkIdentity, plan, rank, peer_rank, token)
+
+
+def identity_of(
+    kind: type[Identity], plan: Plan, rank: int, peer_rank: int, token: str
+) -> Identity:
+    """Name two ranks of the plan, seen from `rank`."""
+    return kind(
         cluster=plan.cluster,
         run=plan.run_id,
         generation=plan.generation,

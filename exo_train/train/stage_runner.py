@@ -22,9 +22,11 @@ from exo_train.train.messages import (
     StateAssembler,
     from_endpoints,
     from_microbatch_data,
+    from_step_id,
     to_endpoints,
     to_failure,
     to_state_arrays,
+    to_step_id,
 )
 from exo_train.train.snapshots import MetricsTail, Snapshot, SnapshotStore
 from exo_train.train.stage_loading import LINK_TIMEOUT_S, LOAD_TIMEOUT_S
@@ -212,7 +214,8 @@ class StageRunner:
         self._generation = generation
         self._on_phase("waiting for a new plan")
         holdings = [
-            pb.Holding(at=_to_id(h.at), start=h.start, end=h.end) for h in self._store.holdings()
+            pb.Holding(at=to_step_id(h.at), start=h.start, end=h.end)
+            for h in self._store.holdings()
         ]
         self._send(rewound=pb.Rewound(holdings=holdings, metrics_lines=self._tail.lines()))
 
@@ -270,7 +273,7 @@ class StageRunner:
 
     def _mark(self, mark: pb.Mark) -> None:
         executor, plan = self._loaded(), self._plan_in_use()
-        at, safe = _from_id(mark.at), _from_id(mark.safe)
+        at, safe = from_step_id(mark.at), from_step_id(mark.safe)
         if at != self._committed or self._missing:
             lacking = ", whose state has not come yet" if self._missing else ""
             raise ProtocolError(
@@ -287,7 +290,7 @@ class StageRunner:
     def _copy(self, plan: Plan, rank: int, snapshot: Snapshot, token: str) -> None:
         """Copy the state to its holder, and tell the driver; in a thread of its own."""
         said = pb.RunMessage(run_id=plan.run_id, generation=plan.generation, rank=rank)
-        said.shadowed.at.CopyFrom(_to_id(snapshot.at))
+        said.shadowed.at.CopyFrom(to_step_id(snapshot.at))
         try:
             self._surroundings.send_shadow(plan, rank, snapshot, token)
         except Exception as error:  # whatever it is: the driver waits for the copy
@@ -301,7 +304,7 @@ class StageRunner:
 
     def _give_state(self, request: pb.StateRequest) -> None:
         if request.kind == pb.HELD:  # also after a rewind, without a stage
-            arrays = self._store.arrays(_from_id(request.at))
+            arrays = self._store.arrays(from_step_id(request.at))
         else:
             arrays = self._state_of(self._loaded(), request.kind)
         for array in to_state_arrays(request.kind, arrays):
@@ -368,11 +371,3 @@ def _report(request: pb.StepInput, outcome: StepOutcome, peak_bytes: int) -> pb.
         period_s=outcome.period_s,
         trouble=outcome.trouble,
     )
-
-
-def _to_id(at: StepId) -> pb.StepId:
-    return pb.StepId(generation=at.generation, step=at.step)
-
-
-def _from_id(at: pb.StepId) -> StepId:
-    return StepId(generation=at.generation, step=at.step)

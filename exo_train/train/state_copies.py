@@ -22,6 +22,7 @@ from exo_train.plan.plan import Plan
 from exo_train.plan.stages import StageSpec
 from exo_train.train.messages import StateAssembler, to_state_arrays
 from exo_train.train.snapshots import Snapshot, SnapshotStore
+from exo_train.train.stage_loading import identity_of
 from exo_train.transport.base import PeerIdentity
 from exo_train.transport.shadow import ShadowSource
 from exo_train.wire.pb import control_pb2 as pb
@@ -119,17 +120,7 @@ def check_piece(piece: pb.StateArray, layout: Layout, kind: pb.StateKind) -> Non
 
 def copy_identity(plan: Plan, rank: int, peer_rank: int, token: str) -> PeerIdentity:
     """Name both ends of a copy, seen from `rank`: sender or holder."""
-    return PeerIdentity(
-        cluster=plan.cluster,
-        run=plan.run_id,
-        generation=plan.generation,
-        rank=rank,
-        name=plan.ranks[rank].name,
-        peer_rank=peer_rank,
-        peer_name=plan.ranks[peer_rank].name,
-        token=token,
-        peer_id=plan.ranks[peer_rank].node_id,
-    )
+    return identity_of(PeerIdentity, plan, rank, peer_rank, token)
 
 
 def shadow_sources(

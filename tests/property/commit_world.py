@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from exo_train.agent.planning import Key
 from exo_train.agent.recovery import Recovery
 from exo_train.agent.run_plan import Run, RunPlan
 from exo_train.backends.base import Arrays
@@ -22,7 +21,7 @@ from exo_train.errors import DoesNotFitError, ExoTrainError
 from exo_train.models.manifest import ModelManifest
 from exo_train.peer import NodeId
 from exo_train.plan.history import StepId
-from exo_train.plan.plan import Plan, RankPlan
+from exo_train.plan.plan import Key, Plan, RankPlan
 from exo_train.plan.stages import StageSpec
 from exo_train.train.batches import Microbatch
 from exo_train.train.checkpoint import Checkpoint

@@ -12,12 +12,12 @@ from typing import Any
 
 from exo_train.agent.live_plan import Asking
 from exo_train.agent.local_ring import LocalNetwork, LocalRank
-from exo_train.agent.planning import Candidate, Key
+from exo_train.agent.planning import Candidate
 from exo_train.agent.recovery import Recovery
 from exo_train.agent.run_plan import Run, choose_plan
 from exo_train.config import TrainConfig
 from exo_train.plan.history import StepId
-from exo_train.plan.plan import Plan
+from exo_train.plan.plan import Key, Plan
 from exo_train.train.checkpoint import Checkpoint
 from exo_train.train.metrics import StepMetrics
 from exo_train.train.progress import Progress

@@ -21,8 +21,8 @@ from exo_train.plan.plan import Plan
 from exo_train.plan.stages import StageSpec
 from exo_train.train.batches import BatchPlan, split_microbatches
 from exo_train.train.chat import Example
+from exo_train.train.collecting import merged
 from exo_train.train.learning_rate import clip_scale
-from exo_train.train.loop import merge
 from exo_train.train.ring import Ring, WeightsAccess
 from exo_train.wire.pb import control_pb2 as pb
 
@@ -146,7 +146,7 @@ def train_ring(
                 grad_scale=clip_scale(norm, config.max_grad_norm),
                 timeout_s=TIMEOUT_S,
             )
-        adapter = merge(ring.collect(pb.ADAPTER))
+        adapter = merged(ring.collect(pb.ADAPTER))
     return Trained(losses, grad_norms, adapter, sent_bytes)
 
 

@@ -11,10 +11,9 @@ import pytest
 
 from exo_train.agent import losses, recovery
 from exo_train.agent.local_ring import LocalRank
-from exo_train.agent.planning import Key
 from exo_train.config import TrainConfig
 from exo_train.errors import InterruptedRunError
-from exo_train.plan.plan import Plan
+from exo_train.plan.plan import Key, Plan
 from exo_train.train import conversation, loop
 from exo_train.train.checkpoint import newest_checkpoint
 from exo_train.train.conversation import Event, LostRankError

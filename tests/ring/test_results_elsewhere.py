@@ -11,7 +11,7 @@ import pytest
 from exo_train.agent.planning import make_plan
 from exo_train.export.adapters import AdapterPaths, write_adapters
 from exo_train.train.batches import BatchPlan, Microbatch, split_microbatches
-from exo_train.train.loop import merge
+from exo_train.train.collecting import merged
 from exo_train.wire.pb import control_pb2 as pb
 from tests.ring.rings import (
     CONFIG,
@@ -55,7 +55,7 @@ def trained(
                 step, microbatches, loss_scale=1.0, evaluation=True, timeout_s=TIMEOUT_S
             )
             losses.append(reports[-1].loss_sum / supervised)
-        adapter = merge(ring.collect(pb.ADAPTER))
+        adapter = merged(ring.collect(pb.ADAPTER))
     paths = write_adapters(
         tmp_path_factory.mktemp("adapters"),
         adapter,

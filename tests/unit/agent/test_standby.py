@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from exo_train.agent.planning import Key
 from exo_train.agent.replanning import replan_run
 from exo_train.agent.run_plan import Run, RunPlan
 from exo_train.agent.standby import ASK_AGAIN_S, StandBys
 from exo_train.config import TrainConfig
+from exo_train.plan.plan import Key
 from tests.unit.agent.households_here import Household, Member, serving
 from tests.unit.agent.test_live_plan import CONFIG, candidate, problem, run, times
 from tests.unit.agent.test_replanning import begun, here, unmeasured
