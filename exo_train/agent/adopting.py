@@ -28,12 +28,14 @@ from exo_train.train.checkpoint import (
     publish_checkpoint,
     write_checkpoint,
 )
+from exo_train.train.collecting import split_state
 from exo_train.train.disk_pause import DiskPause
 from exo_train.train.durable import disk_errors, write_durable
 from exo_train.train.left_ring import LeftRing
 from exo_train.train.metrics import StepMetrics
-from exo_train.train.ring import Ring, is_adapter
+from exo_train.train.ring import Ring
 from exo_train.train.rundir import METRICS_FILE, RunDir
+from exo_train.train.saving import Best
 from exo_train.train.watcher import Watcher
 from exo_train.transport.tls import MemberTls
 
@@ -147,11 +149,12 @@ class Estate:
         history.write(self.run_dir, last_step=step)
         told = self.checkpoint.state if self.checkpoint else {}
         since = self.checkpoint.step if self.checkpoint else 0
+        adapter, optimizer = split_state(state)
         temp = write_checkpoint(
             self.run_dir,
             step=step,
-            adapter={name: a for name, a in state.items() if is_adapter(name)},
-            optimizer={name: a for name, a in state.items() if not is_adapter(name)},
+            adapter=adapter,
+            optimizer=optimizer,
             state=self.identity | history.state(told, since, step),
         )
         return load_checkpoint(publish_checkpoint(temp))
@@ -197,16 +200,14 @@ class History:
         rows = [self.rows[at] for at in range(since + 1, step + 1)]
         before = [(int(at), loss) for at, loss in told.get("held_out_losses", [])]
         held_out = {at: loss for at, loss in self.held_out.items() if at <= step} | dict(before)
-        best, metric = told.get("best"), held_out.get(step)
-        if metric is not None and (best is None or metric < best["metric"]):
-            best = {"step": step, "metric": metric}
+        best = Best.after(Best.of(told), step, held_out.get(step))
         return {
             "tokens": told.get("tokens", 0) + sum(row["tokens"] for row in rows),
             "seconds": told.get("seconds", 0.0) + math.fsum(row["step_s"] for row in rows),
             "num_dropped": told.get("num_dropped", 0)
             + sum(row["loss"] is None or row["grad_norm"] is None for row in rows),
             "held_out_losses": [list(point) for point in sorted(held_out.items())],
-            "best": best,
+            "best": best.to_fields() if best else None,
         }
 
 

@@ -6,7 +6,8 @@ of them. Must not know what the state is fetched for (`ring` does).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from exo_train.backends.base import Arrays
 from exo_train.config import LoraConfig
@@ -24,6 +25,12 @@ STATE_TIMEOUT_S = 600.0
 def is_adapter(name: str) -> bool:
     """Tell a trained array from the optimizer's arrays."""
     return name.endswith((".lora_a", ".lora_b"))
+
+
+def split_state(state: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
+    """Give the adapter and the optimizer's arrays of a whole state."""
+    adapter = {name: array for name, array in state.items() if is_adapter(name)}
+    return adapter, {name: array for name, array in state.items() if name not in adapter}
 
 
 # Gives the arrays that a rank has to give; None: they are not known beforehand.

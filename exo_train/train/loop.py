@@ -29,6 +29,7 @@ from exo_train.train.batches import (
 from exo_train.train.blame import name_trouble
 from exo_train.train.chat import Example
 from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
+from exo_train.train.collecting import split_state
 from exo_train.train.disk_pause import DiskPause
 from exo_train.train.evaluation import held_out_loss
 from exo_train.train.learning_rate import clip_scale, learning_rate_at
@@ -43,7 +44,7 @@ from exo_train.train.regrouping import (
     Restored,
     from_checkpoint,
 )
-from exo_train.train.ring import START, Ring, is_adapter
+from exo_train.train.ring import START, Ring
 from exo_train.train.rundir import RunDir
 from exo_train.train.saving import Saver, SaveTimer
 from exo_train.train.shadowing import Shadowing
@@ -117,10 +118,12 @@ class Trainer:
         `bring_up` starts the ring, where it is not, for the point that it is given.
         """
         self._run_dir.rewind_metrics(last_step=resumed.step if resumed else 0)
+        restored = Restored(at=START, state={})
         if resumed is not None:
-            self._go_back(from_checkpoint(resumed, generation=0))
+            restored = from_checkpoint(resumed, generation=0)
+            self._go_back(restored)
         self._watcher.on_ring(self._ring)
-        todo: Callable[[], None] | None = functools.partial(self._begin, resumed, bring_up)
+        todo: Callable[[], None] | None = functools.partial(self._begin, restored.state, bring_up)
         while todo is not None:
             try:
                 todo()
@@ -302,10 +305,11 @@ class Trainer:
         """Write the checkpoint of the step that the run is at."""
         progress = self.progress
         held_out = dict(progress.held_out_losses)
+        adapter, optimizer = split_state(state)
         self._saver.save(
             progress.step,
-            {name: a for name, a in state.items() if is_adapter(name)},
-            {name: a for name, a in state.items() if not is_adapter(name)},
+            adapter,
+            optimizer,
             self._identity | progress.to_state(),
             held_out.get(progress.step),
         )
@@ -325,11 +329,10 @@ class Trainer:
         self._tell_reckoning()
         raise InterruptedRunError(f"stopped in {what}")
 
-    def _begin(self, resumed: Checkpoint | None, bring_up: Callable[[StepId], object]) -> None:
+    def _begin(self, state: Arrays, bring_up: Callable[[StepId], object]) -> None:
         bring_up(self._at)
         self._run_dir.write_plan(self._ring.plan.to_json())
-        if resumed is not None:
-            state = {**resumed.adapter, **resumed.optimizer}
+        if state:
             self._ring.store_state(state)
             self._shadowing.begin(self._ring, self._at, state)
 

@@ -21,7 +21,7 @@ from exo_train.plan.history import Holding, StepId, shadow_holder
 from exo_train.plan.plan import Key, Plan, RankPlan
 from exo_train.train.awaited_copies import LateCopy, wait_copies
 from exo_train.train.batches import Microbatch
-from exo_train.train.collecting import STATE_TIMEOUT_S, collect, is_adapter, layouts, merged
+from exo_train.train.collecting import STATE_TIMEOUT_S, collect, layouts, merged, split_state
 from exo_train.train.conversation import (
     Conversation,
     Event,
@@ -43,7 +43,7 @@ from exo_train.train.stage_loading import LOAD_TIMEOUT_S
 from exo_train.train.step_pieces import STEP_PIECE_BYTES, checked_report, step_pieces
 from exo_train.wire.pb import control_pb2 as pb
 
-__all__ = ["Event", "LostRankError", "RankChannel", "Ring", "WeightsAccess", "is_adapter"]
+__all__ = ["Event", "LostRankError", "RankChannel", "Ring", "WeightsAccess"]
 
 PREPARE_TIMEOUT_S = 120.0  # importing a framework on a slow disk
 # A rank answers a rewind between two microbatches, and one takes long on a slow device.
@@ -285,9 +285,9 @@ class Ring:
 
     def store_state(self, state: Mapping[str, Any]) -> None:
         """Set what `collect_state` or `collect_held` gave, or another ring's."""
-        adapter = {name: a for name, a in state.items() if is_adapter(name)}
+        adapter, optimizer = split_state(state)
         self.store(pb.ADAPTER, adapter)
-        self.store(pb.OPTIMIZER, {name: a for name, a in state.items() if name not in adapter})
+        self.store(pb.OPTIMIZER, optimizer)
 
     def store(self, kind: pb.StateKind, arrays: Mapping[str, Any]) -> None:
         """Set one kind of state: each rank gets the arrays of its layers, and those of none."""

@@ -84,10 +84,19 @@ class Best:
         return {"step": self.step, "metric": self.metric}
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Best | None:
+    def of(cls, state: Mapping[str, Any]) -> Best | None:
         """Give what a checkpoint's state says; None: nothing was measured until then."""
-        stored = checkpoint.state.get("best")
+        stored = state.get("best")
         return cls(int(stored["step"]), float(stored["metric"])) if stored else None
+
+    @classmethod
+    def after(cls, best: Best | None, step: int, metric: float | None) -> Best | None:
+        """Give the best once `step` is measured, or was not (None), or not finite."""
+        if metric is None or not math.isfinite(metric):
+            return best
+        if best is not None and best.step != step and best.metric <= metric:
+            return best
+        return cls(step, metric)
 
 
 class Saver:
@@ -105,7 +114,7 @@ class Saver:
         replicate: Replicate | None = None,
         resumed: Checkpoint | None = None,
     ) -> None:
-        self.best = Best.of(resumed) if resumed else None
+        self.best = Best.of(resumed.state) if resumed else None
         self._run_dir = run_dir
         self._keep = keep
         self._pause = pause
@@ -127,7 +136,7 @@ class Saver:
         `metric`: the lower the better; None where it was not measured. A disk that is full or
         read-only is waited for; raises InterruptedRunError when the user ends that.
         """
-        best = self._best_with(step, metric)
+        best = Best.after(self.best, step, metric)
         told = {**state, "best": best.to_fields() if best else None}
 
         def write() -> Path:
@@ -143,13 +152,6 @@ class Saver:
         self._verified.add(final)
         self._pause.pausing(self._prune)
         return final
-
-    def _best_with(self, step: int, metric: float | None) -> Best | None:
-        if metric is None or not math.isfinite(metric):
-            return self.best
-        if self.best is not None and self.best.step != step and self.best.metric <= metric:
-            return self.best
-        return Best(step, metric)
 
     def _copy(self, folder: Path, step: int, best: Best | None) -> None:
         """Have the checkpoint on another device too; without one it counts all the same."""

@@ -25,8 +25,9 @@ from exo_train.plan.plan import Key, Plan, RankPlan
 from exo_train.plan.stages import StageSpec
 from exo_train.train.batches import Microbatch
 from exo_train.train.checkpoint import Checkpoint
+from exo_train.train.collecting import split_state
 from exo_train.train.regrouping import Known, Restored, from_checkpoint
-from exo_train.train.ring import START, RankChannel, Ring, WeightsAccess, is_adapter
+from exo_train.train.ring import START, RankChannel, Ring, WeightsAccess
 from exo_train.train.shadowing import Shadowing
 from tests.property.hostile_ranks import Applied, Channel, Harm, from_array, layer_name
 
@@ -266,11 +267,12 @@ class Driver:
     def _keep(self, state: Mapping[str, Any]) -> None:
         _check_state(state, range(self.manifest.spec.num_layers), self.points[self.at])
         self._saved = self.points[self.at]
+        adapter, optimizer = split_state(state)
         self._checkpoint = Checkpoint(
             path=Path("checkpoint"),
             step=self.at.step,
-            adapter={name: a for name, a in state.items() if is_adapter(name)},
-            optimizer={name: a for name, a in state.items() if not is_adapter(name)},
+            adapter=adapter,
+            optimizer=optimizer,
             state={},
         )
 
