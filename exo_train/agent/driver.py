@@ -21,7 +21,7 @@ from exo_train.agent.household_now import HouseholdNow
 from exo_train.agent.members import wait_candidates
 from exo_train.agent.opening import Narrator, OpenedModel, open_for_run, own_tls
 from exo_train.agent.recovery import Recovery
-from exo_train.agent.replicating import CopiedPlans, Replicator
+from exo_train.agent.replicating import Replicator
 from exo_train.agent.resuming import (
     NOT_COMPARED,
     check_resumed,
@@ -186,7 +186,8 @@ def _train_on(
         ),
         timer=SaveTimer(every_steps=config.save_every, every_minutes=config.save_minutes),
         pause=pause,
-        regrouping=CopiedPlans(recovery, ring, replicator),
+        regrouping=recovery,
+        on_formed=replicator.try_run_files,
         prediction=recovery.chosen.prediction,
         advise=recovery.chosen.advise,
     )

@@ -17,11 +17,9 @@ import grpc
 from exo_train.agent.dialling import calling
 from exo_train.agent.replicas import CHECKPOINT_FILES, RUN_FILES
 from exo_train.cluster.interfaces import all_dialable
-from exo_train.errors import ExoTrainError, PeerError
+from exo_train.errors import PeerError
 from exo_train.peer import Address, NodeId
 from exo_train.train.messages import from_failure
-from exo_train.train.regrouping import Known, Regrouped, Regrouping, Restored
-from exo_train.train.ring import Ring
 from exo_train.transport.channel import open_channel
 from exo_train.transport.reach import Reach, reach_all
 from exo_train.transport.tls import PeerTls
@@ -83,9 +81,13 @@ class Replicator:
         """
         self._to_one(folder, step, keep_steps)
 
-    def send_run_files(self) -> None:
-        """Copy the run's own files alone: a run may end before its first checkpoint."""
-        self._to_one()
+    def try_run_files(self) -> None:
+        """Copy the run's own files alone: it may have to be taken over before its next checkpoint.
+
+        Where that fails it is said with the checkpoint.
+        """
+        with contextlib.suppress(PeerError):
+            self._to_one()
 
     def _to_one(
         self, folder: Path | None = None, step: int = 0, keep_steps: Sequence[int] = ()
@@ -172,35 +174,6 @@ class Replicator:
                     ) from None
         if answer.HasField("failure"):
             raise PeerError(str(from_failure(answer.failure, where=holder.name)))
-
-
-class CopiedPlans:
-    """Implements `Regrouping` around another one: what a run needs to be taken over is copied.
-
-    That is before the first step, and whenever the ring was formed anew.
-    """
-
-    def __init__(self, regrouping: Regrouping, ring: Ring, replicator: Replicator) -> None:
-        self._regrouping = regrouping
-        self._ring = ring
-        self._replicator = replicator
-        self._generation: int | None = None  # whose plan was copied
-
-    def wanted(self, *, steps_left: int, step_s: float) -> str:
-        if self._generation != self._ring.plan.generation:
-            self._generation = self._ring.plan.generation
-            with contextlib.suppress(PeerError):  # it is said with the next checkpoint
-                self._replicator.send_run_files()
-        return self._regrouping.wanted(steps_left=steps_left, step_s=step_s)
-
-    def form_anew(
-        self,
-        reason: ExoTrainError | str,
-        known: Known,
-        *,
-        on_pause: Callable[[Restored], None],
-    ) -> Regrouped:
-        return self._regrouping.form_anew(reason, known, on_pause=on_pause)
 
 
 @contextlib.contextmanager

@@ -13,9 +13,10 @@ from exo_train.backends.base import Arrays
 from exo_train.config import LoraConfig
 from exo_train.errors import ProtocolError
 from exo_train.models.spec import ModelSpec
+from exo_train.plan.history import StepId
 from exo_train.plan.stages import StageSpec
 from exo_train.train.conversation import Conversation, Rank
-from exo_train.train.messages import StateAssembler
+from exo_train.train.messages import StateAssembler, from_step_id
 from exo_train.train.state_copies import Layout, check_piece, state_layout
 from exo_train.wire.pb import control_pb2 as pb
 
@@ -44,7 +45,7 @@ def layouts(request: pb.StateRequest, spec: ModelSpec | None, lora: LoraConfig) 
         if spec is None or request.kind in (pb.GRADIENTS, pb.BOUNDARIES):
             return None
         if request.kind == pb.HELD:
-            return _held_layout(rank, request.at, spec, lora)
+            return _held_layout(rank, from_step_id(request.at), spec, lora)
         whole = state_layout(spec, lora, rank.plan.stage)
         wants_adapter = request.kind == pb.ADAPTER
         return {name: like for name, like in whole.items() if is_adapter(name) == wants_adapter}
@@ -52,7 +53,7 @@ def layouts(request: pb.StateRequest, spec: ModelSpec | None, lora: LoraConfig) 
     return layout_of
 
 
-def _held_layout(rank: Rank, at: pb.StepId, spec: ModelSpec, lora: LoraConfig) -> Layout:
+def _held_layout(rank: Rank, at: StepId, spec: ModelSpec, lora: LoraConfig) -> Layout:
     layout: Layout = {}
     for held in rank.holdings:
         # One that reaches outside the model is a lie, and counted for nothing before.

@@ -82,6 +82,7 @@ class Trainer:
         timer: SaveTimer,
         pause: DiskPause,
         regrouping: Regrouping | None = None,
+        on_formed: Callable[[], None] = lambda: None,
         prediction: Prediction | None = None,
         advise: Callable[[Drift], str] | None = None,
         clock_s: Callable[[], float] = time.perf_counter,
@@ -100,6 +101,7 @@ class Trainer:
         self._timer = timer
         self._pause = pause
         self._regrouping = regrouping or NoRegrouping()
+        self._on_formed = on_formed  # a ring, whose plan is on the disk
         self._advise = advise
         self._clock_s = clock_s
         self._shadowing = Shadowing(config.shadow, on_note=watcher.on_note)
@@ -305,11 +307,9 @@ class Trainer:
         """Write the checkpoint of the step that the run is at."""
         progress = self.progress
         held_out = dict(progress.held_out_losses)
-        adapter, optimizer = split_state(state)
         self._saver.save(
             progress.step,
-            adapter,
-            optimizer,
+            *split_state(state),
             self._identity | progress.to_state(),
             held_out.get(progress.step),
         )
@@ -331,10 +331,15 @@ class Trainer:
 
     def _begin(self, state: Arrays, bring_up: Callable[[StepId], object]) -> None:
         bring_up(self._at)
-        self._run_dir.write_plan(self._ring.plan.to_json())
+        self._write_plan()
         if state:
             self._ring.store_state(state)
             self._shadowing.begin(self._ring, self._at, state)
+
+    def _write_plan(self) -> None:
+        plan_json = self._ring.plan.to_json()
+        self._pause.pausing(lambda: self._run_dir.write_plan(plan_json))
+        self._on_formed()
 
     def _form_anew(self, reason: ExoTrainError | str) -> None:
         """Have the ring formed anew and go on after the step that all of it can go back to."""
@@ -374,7 +379,7 @@ class Trainer:
         plan, step = self._ring.plan, self.progress.step
         names = ", ".join(rank.name for rank in plan.ranks)
         self._pause.pausing(lambda: self._run_dir.rewind_metrics(last_step=step))
-        self._pause.pausing(lambda: self._run_dir.write_plan(plan.to_json()))
+        self._write_plan()
         self.progress.in_new_ring(plan.ranks, Reckoning(done.prediction))
         self._advise = done.advise
         self._shadowing.begin(self._ring, done.restored.at, done.restored.state)

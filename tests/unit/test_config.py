@@ -355,8 +355,8 @@ def test_empty_file_says_nothing(tmp_path: Path) -> None:
 def test_resumed_run_keeps_what_decides_its_numbers(name: str, tmp_path: Path) -> None:
     stored, asked = FILE_AND_COMMAND_LINE[name]
     RunDir(tmp_path).write_config(TrainConfig().to_dict() | {name: stored})
-    # A split that was laid down is in the run's plan from then on.
-    kept = [] if name == "layers" else stored
+    # A split that was laid down is in the run's plan from then on, rows are with the run.
+    kept = {"layers": [], "data": ""}.get(name, stored)
     assert read_options(None, {}, resume=tmp_path).to_dict()[name] in (kept, str(tmp_path))
     if name in RESUME_MAY_CHANGE:
         assert read_options(None, {name: asked}, resume=tmp_path).to_dict()[name] == asked

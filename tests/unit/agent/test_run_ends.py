@@ -46,7 +46,7 @@ class Trainer:
 
     def __init__(self, *given: object, **more: object) -> None:
         totals = SimpleNamespace(num_dropped=0)
-        self.replicate = None
+        self.replicate = self.try_run_files = None
         self.progress = SimpleNamespace(step=4, saved_step=4, totals=totals)
 
     def run(self, *given: object, **more: object) -> None: ...
@@ -73,7 +73,7 @@ def test_the_last_write_can_be_done_again(
         left.append(status)
         raise error
 
-    for name in ("Trainer", "Replicator", "Saver", "CopiedPlans"):
+    for name in ("Trainer", "Replicator", "Saver"):
         monkeypatch.setattr(driver, name, Trainer)
     monkeypatch.setattr(Finish, "leave", leave)
     pause = DiskPause(device="attic", say=lambda note: None, wants_stop=lambda: stops)
