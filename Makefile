@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check install proto clean
+.PHONY: demo test check install proto options clean
 
 install: $(VENV)/.installed
 
@@ -30,6 +30,10 @@ check: install
 proto: install
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. \
 		proto/exo_train/wire/pb/*.proto
+
+# The page of train's options, out of the code.
+options: install
+	$(BIN)/python -m exo_train.cli.options_page > docs/options.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \

@@ -1,20 +1,17 @@
-"""Options of a run as frozen values. Owns defaults, ranges and the check of unknown keys.
+"""Options of a run as frozen values. Owns what each one is, and what two of them may not say.
 
 Pure: reads no file, knows no framework.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
-import math
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from exo_train.errors import ConfigError
+from exo_train.options import check_ranges, nearest, option, options_of, read_values
 
 ALL_TARGETS = (
     "q_proj",
@@ -26,7 +23,7 @@ ALL_TARGETS = (
     "down_proj",
 )
 DTYPES = ("auto", "fp32", "bf16", "fp16")
-LR_SCHEDULES = ("constant", "cosine")
+LR_SCHEDULES = ("cosine", "constant")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 MAX_PROFILE_S = 60.0
 
@@ -55,49 +52,118 @@ class OptimizerConfig:
     weight_decay: float = 0.0
 
 
+# Headings of the help and of docs/options.md, in their order.
+WHAT, LENGTH, RATE, ADAPTER, NUMBERS, CHECKS, SAFETY, DEVICES = (
+    "What is trained",
+    "Length and batches",
+    "Learning rate and optimizer",
+    "Adapter",
+    "Numbers and memory",
+    "Held-out rows",
+    "Checkpoints and recovery",
+    "Devices",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Everything that decides the numbers of a run, and where its files go."""
 
-    model: str = ""
-    data: str = ""
-    steps: int = 0  # optimizer updates; 0: `epochs` decides
-    epochs: int = 1
-    batch_size: int = 8  # sequences per optimizer step, over all microbatches and devices
-    microbatch_size: int = 0  # sequences per microbatch; 0: chosen
-    max_seq_length: int = 512
-    learning_rate: float = 2e-4
-    lr_schedule: str = "cosine"
-    warmup_steps: int = 0
-    min_lr_ratio: float = 0.0  # the last update's rate over the peak
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ALL_TARGETS
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0  # 0: no clipping
-    seed: int = 0
-    dtype: str = "auto"  # compute dtype of the frozen base
-    wire_dtype: str = "auto"  # boundary tensors; auto: the compute dtype
-    pipeline_schedule: str = "1f1b"
-    checkpoint_activations: bool = False
-    val_rows: int = 0  # rows held out of --data when there is no validation file
-    eval_every: int = 0  # steps; 0: before and after only
-    save_every: int = 20  # steps; 0: at the end only
-    save_minutes: float = 0.0  # at least so often; 0: by steps only
-    keep: int = 3  # newest checkpoints, beside the best one
-    shadow: str = "auto"  # copies on the neighbour: auto, off, or every so many steps
-    takeover: bool = True  # another member goes on when the coordinator is gone
-    min_devices: int = 1
-    device_wait_s: float = 30.0  # how long to wait for them
-    devices: tuple[str, ...] = ()
-    layers: tuple[str, ...] = ()  # NAME:COUNT in ring order; empty: planned
-    profile_s: float = 3.0  # for timing a layer on each device; 0: split by memory
-    run_dir: str = ""
-    step_timeout_s: float = 600.0
+    model: str = option("", "Model directory, .gguf file or hub id", group=WHAT)
+    data: str = option(
+        "", "A .jsonl file, or a directory with train.jsonl (and valid.jsonl)", group=WHAT
+    )
+    steps: int = option(
+        0, "Optimizer updates; default: --epochs", group=LENGTH, minimum=0, shows_default=False
+    )
+    epochs: int = option(1, "Passes over the data", group=LENGTH, minimum=1)
+    batch_size: int = option(
+        8, "Sequences per update, over all microbatches and devices", group=LENGTH, minimum=1
+    )
+    microbatch_size: int = option(
+        0,
+        "Sequences per microbatch; default: chosen",
+        group=LENGTH,
+        minimum=0,
+        shows_default=False,
+    )
+    max_seq_length: int = option(512, "Tokens; longer rows are cut", group=LENGTH, minimum=1)
+    learning_rate: float = option(2e-4, "Peak rate", group=RATE, above=0)
+    lr_schedule: str = option(
+        "cosine", "how the rate falls after warm-up", group=RATE, choices=LR_SCHEDULES
+    )
+    warmup_steps: int = option(0, "Updates of linear warm-up", group=RATE, minimum=0)
+    min_lr_ratio: float = option(
+        0.0, "Last update's rate over the peak", group=RATE, minimum=0, maximum=1
+    )
+    rank: int = option(8, "LoRA rank", group=ADAPTER, minimum=1)
+    alpha: float = option(16.0, "LoRA alpha; scale is alpha/rank", group=ADAPTER, above=0)
+    dropout: float = option(0.0, "LoRA dropout", group=ADAPTER, minimum=0, below=1)
+    targets: tuple[str, ...] = option(
+        ALL_TARGETS, "Projections, comma-separated (all seven)", group=ADAPTER
+    )
+    weight_decay: float = option(0.0, "AdamW's", group=RATE, minimum=0)
+    max_grad_norm: float = option(
+        1.0, "Global clipping over all devices; 0: none", group=RATE, minimum=0
+    )
+    seed: int = option(0, "Decides order, adapters and dropout", group=LENGTH, minimum=0)
+    dtype: str = option("auto", "of the frozen base", group=NUMBERS, choices=DTYPES)
+    wire_dtype: str = option(
+        "auto", "between devices; auto: as the base", group=NUMBERS, choices=DTYPES
+    )
+    pipeline_schedule: str = option(
+        "1f1b", "order of the pipeline's work", group=NUMBERS, choices=PIPELINE_SCHEDULES
+    )
+    checkpoint_activations: bool = option(
+        False, "Recompute layers in backward: less memory, more time", group=NUMBERS
+    )
+    val_rows: int = option(0, "Rows held out when there is no valid.jsonl", group=CHECKS, minimum=0)
+    eval_every: int = option(
+        0,
+        "Steps between held-out losses; 0: before and after",
+        group=CHECKS,
+        minimum=0,
+        shows_default=False,
+    )
+    save_every: int = option(
+        20, "Steps between checkpoints; 0: at the end", group=SAFETY, minimum=0
+    )
+    save_minutes: float = option(
+        0.0, "Minutes between checkpoints at most; 0: by steps", group=SAFETY, minimum=0
+    )
+    keep: int = option(
+        3, "Newest checkpoints to keep, beside the best one", group=SAFETY, minimum=1
+    )
+    shadow: str = option(
+        "auto", "State copied to a neighbour: auto, off, or every so many steps", group=SAFETY
+    )
+    takeover: bool = option(True, "Another member goes on when this device is gone", group=SAFETY)
+    min_devices: int = option(
+        1, "Wait for so many, else exit 3; all take part", group=DEVICES, minimum=1
+    )
+    device_wait_s: float = option(
+        30.0, "How long to wait for devices, seconds", group=DEVICES, above=0
+    )
+    devices: tuple[str, ...] = option((), "Use just these: NAME,NAME", group=DEVICES)
+    layers: tuple[str, ...] = option(
+        (), "Your own split in ring order, NAME:COUNT,NAME:COUNT", group=DEVICES
+    )
+    profile_s: float = option(
+        3.0,
+        "Seconds to time a layer on each device; 0: split by memory",
+        group=DEVICES,
+        minimum=0,
+        maximum=MAX_PROFILE_S,
+    )
+    run_dir: str = option("", "Where results go; must be empty", group=WHAT)
+    step_timeout_s: float = option(
+        600.0, "Longest wait within a step, seconds", group=DEVICES, above=0
+    )
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_ranges(self)
+        _check_targets(self.targets)
+        _check_devices(self)
 
     @property
     def lora(self) -> LoraConfig:
@@ -117,113 +183,30 @@ class TrainConfig:
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, source: str) -> TrainConfig:
         """Build from keys of a file or command line; `source` names the place in messages."""
-        fields = {f.name: f for f in dataclasses.fields(cls)}
-        hints = typing.get_type_hints(cls)
-        values: dict[str, Any] = {}
-        for raw_key, value in mapping.items():
-            key = str(raw_key).replace("-", "_")
-            if key not in fields:
-                raise ConfigError(f"{source}: unknown key '{raw_key}'{_nearest(key, fields)}")
-            values[key] = _coerce(key, value, hints[key], source)
+        values = read_values(OPTIONS, mapping, source=source)
         try:
             return cls(**values)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
 
 
-def _nearest(key: str, names: typing.Iterable[str]) -> str:
-    close = difflib.get_close_matches(key, list(names), n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
+OPTIONS = options_of(TrainConfig)
 
 
-def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
-    """Turn a YAML or command-line value into the field's type ('1e-4' is a number to us)."""
-
-    def refuse(expected: str) -> ConfigError:
-        return ConfigError(f"{source}: '{key}' must be {expected}, got {value!r}")
-
-    if hint is bool:
-        if isinstance(value, bool):
-            return value
-        raise refuse("true or false")
-    if hint in (int, float):
-        return _number(value, hint, refuse)
-    if hint is str:
-        if not isinstance(value, str):
-            raise refuse("text")
-        return value
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
-        return tuple(value)
-    raise refuse("a list of names")
-
-
-def _number(value: Any, hint: Any, refuse: Callable[[str], ConfigError]) -> int | float:
-    """Read a finite number; whole ones without a detour through floats, which would round."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise refuse("a number")
-    if hint is int and not isinstance(value, float):
-        with contextlib.suppress(ValueError):  # perhaps "8.0" or "1e3"
-            return int(value)
-    try:
-        number = float(value)
-    except ValueError:
-        raise refuse("a number") from None
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise refuse("a finite number")
-    if hint is float:
-        return number
-    if number != int(number):
-        raise refuse("a whole number")
-    return int(number)
-
-
-def _check(config: TrainConfig) -> None:
-    positive = ("batch_size", "max_seq_length", "rank", "epochs", "min_devices", "keep")
-    for name in positive:
-        if getattr(config, name) < 1:
-            raise ConfigError(f"'{name}' must be at least 1, got {getattr(config, name)}")
-    not_negative = (
-        "steps",
-        "microbatch_size",
-        "warmup_steps",
-        "weight_decay",
-        "max_grad_norm",
-        "val_rows",
-        "eval_every",
-        "save_every",
-        "save_minutes",
-        "seed",
-        "profile_s",
-    )
-    for name in not_negative:
-        if getattr(config, name) < 0:
-            raise ConfigError(f"'{name}' must not be negative, got {getattr(config, name)}")
-    for name in ("learning_rate", "alpha", "step_timeout_s", "device_wait_s"):
-        value = getattr(config, name)
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"'{name}' must be a number above 0, got {value}")
-    if not 0 <= config.dropout < 1:
-        raise ConfigError(f"'dropout' must be at least 0 and below 1, got {config.dropout}")
-    if not 0 <= config.min_lr_ratio <= 1:
-        raise ConfigError(f"'min_lr_ratio' must be from 0 to 1, got {config.min_lr_ratio}")
-    choices = {
-        "dtype": DTYPES,
-        "wire_dtype": DTYPES,
-        "lr_schedule": LR_SCHEDULES,
-        "pipeline_schedule": PIPELINE_SCHEDULES,
-    }
-    for name, allowed in choices.items():
-        if getattr(config, name) not in allowed:
-            value = getattr(config, name)
-            raise ConfigError(f"'{name}' must be one of {', '.join(allowed)}, got '{value}'")
-    if not config.targets:
+def _check_targets(targets: tuple[str, ...]) -> None:
+    if not targets:
         raise ConfigError(f"'targets' is empty; choose among {', '.join(ALL_TARGETS)}")
-    if len(set(config.targets)) != len(config.targets):
-        raise ConfigError(f"'targets' names a projection twice: {', '.join(config.targets)}")
+    if len(set(targets)) != len(targets):
+        raise ConfigError(f"'targets' names a projection twice: {', '.join(targets)}")
+    for target in targets:
+        if target not in ALL_TARGETS:
+            raise ConfigError(
+                f"'targets': no projection is called '{target}'{nearest(target, ALL_TARGETS)}; "
+                f"known: {', '.join(ALL_TARGETS)}"
+            )
+
+
+def _check_devices(config: TrainConfig) -> None:
     if config.devices and config.min_devices > len(config.devices):
         raise ConfigError(
             f"'min_devices' {config.min_devices} is more than the {len(config.devices)} that "
@@ -233,14 +216,6 @@ def _check(config: TrainConfig) -> None:
         raise ConfigError(
             f"'shadow' must be auto, off or a number of steps of at least 1, got '{config.shadow}'"
         )
-    if config.profile_s > MAX_PROFILE_S:
-        raise ConfigError(f"'profile_s' must be at most {MAX_PROFILE_S:g}, got {config.profile_s}")
-    for target in config.targets:
-        if target not in ALL_TARGETS:
-            raise ConfigError(
-                f"'targets': no projection is called '{target}'{_nearest(target, ALL_TARGETS)}; "
-                f"known: {', '.join(ALL_TARGETS)}"
-            )
 
 
 def _is_step_count(text: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import json
 import os
 import signal
@@ -19,7 +19,7 @@ from exo_train.agent.opening import Narrator
 from exo_train.agent.resuming import resumed_options
 from exo_train.agent.yaml_file import read_mapping
 from exo_train.cluster.home import open_home
-from exo_train.config import TrainConfig
+from exo_train.config import OPTIONS, TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.shell import command_line
 from exo_train.train.watcher import Watcher
@@ -38,112 +38,13 @@ def register(app: typer.Typer) -> None:
     )(train_command)
 
 
-def train_command(
-    model: Annotated[
-        str | None, typer.Argument(help="Model directory, .gguf file or hub id.")
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="A .jsonl file, or a directory with train.jsonl (and valid.jsonl)."),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML with these options; the command line wins.")
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on with an earlier run's directory.")
-    ] = None,
-    replan: Annotated[
-        bool, typer.Option(help="With --resume: measure and split anew; else the split is kept.")
-    ] = False,
-    steps: Annotated[int | None, typer.Option(help="Optimizer updates; default: --epochs.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data (1).")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Sequences per update, over all devices (8).")
-    ] = None,
-    microbatch_size: Annotated[
-        int | None, typer.Option(help="Sequences per microbatch; default: chosen.")
-    ] = None,
-    max_seq_length: Annotated[
-        int | None, typer.Option(help="Tokens; longer rows are cut (512).")
-    ] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Peak rate (2e-4).")] = None,
-    lr_schedule: Annotated[str | None, typer.Option(help="cosine or constant.")] = None,
-    warmup_steps: Annotated[int | None, typer.Option(help="Updates of linear warm-up (0).")] = None,
-    min_lr_ratio: Annotated[
-        float | None, typer.Option(help="Last update's rate over the peak (0).")
-    ] = None,
-    rank: Annotated[int | None, typer.Option(help="LoRA rank (8).")] = None,
-    alpha: Annotated[
-        float | None, typer.Option(help="LoRA alpha; scale is alpha/rank (16).")
-    ] = None,
-    dropout: Annotated[float | None, typer.Option(help="LoRA dropout (0).")] = None,
-    targets: Annotated[
-        str | None, typer.Option(help="Projections, comma-separated (all seven).")
-    ] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="AdamW's (0).")] = None,
-    max_grad_norm: Annotated[
-        float | None, typer.Option(help="Global clipping over all devices; 0: none (1).")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Decides order, adapters and dropout (0).")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="auto, fp32, bf16 or fp16: frozen base.")
-    ] = None,
-    wire_dtype: Annotated[
-        str | None, typer.Option(help="auto, fp32, bf16 or fp16: between devices.")
-    ] = None,
-    pipeline_schedule: Annotated[str | None, typer.Option(help="1f1b or gpipe.")] = None,
-    checkpoint_activations: Annotated[
-        bool | None, typer.Option(help="Recompute layers in backward: less memory, more time.")
-    ] = None,
-    val_rows: Annotated[
-        int | None, typer.Option(help="Rows held out when there is no valid.jsonl (0).")
-    ] = None,
-    eval_every: Annotated[
-        int | None, typer.Option(help="Steps between held-out losses; 0: before and after.")
-    ] = None,
-    save_every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints; 0: at the end (20).")
-    ] = None,
-    save_minutes: Annotated[
-        float | None, typer.Option(help="Minutes between checkpoints at most; 0: by steps (0).")
-    ] = None,
-    keep: Annotated[
-        int | None, typer.Option(help="Newest checkpoints to keep, beside the best one (3).")
-    ] = None,
-    shadow: Annotated[
-        str | None,
-        typer.Option(help="State copied to a neighbour: auto, off, or every so many steps (auto)."),
-    ] = None,
-    takeover: Annotated[
-        bool | None, typer.Option(help="Another member goes on when this device is gone.")
-    ] = None,
-    min_devices: Annotated[
-        int | None, typer.Option(help="Wait for so many, else exit 3; all take part (1).")
-    ] = None,
-    device_wait_s: Annotated[
-        float | None, typer.Option(help="How long to wait for devices, seconds (30).")
-    ] = None,
-    devices: Annotated[str | None, typer.Option(help="Use just these: NAME,NAME.")] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="Your own split in ring order, NAME:COUNT,NAME:COUNT.")
-    ] = None,
-    profile_s: Annotated[
-        float | None,
-        typer.Option(help="Seconds to time a layer on each device; 0: split by memory (3)."),
-    ] = None,
-    run_dir: Annotated[str | None, typer.Option(help="Where results go; must be empty.")] = None,
-    step_timeout_s: Annotated[
-        float | None, typer.Option(help="Longest wait within a step, seconds (600).")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
-) -> None:
+def train_command(**values: Any) -> None:
     """Fine-tune MODEL with LoRA on all devices of the cluster, or on those you name."""
-    given = {k: v for k, v in locals().items() if v is not None and k in _FIELDS}
+    as_json, resume, replan = values["as_json"], values["resume"], values["replan"]
     if replan and resume is None:
         raise ConfigError("--replan is for --resume RUN: a new run is planned anyway")
-    options = read_options(config, given, resume=resume)
+    given = {name: values[name] for name in OPTIONS if values[name] is not None}
+    options = read_options(values["config"], given, resume=resume)
     screen = make_screen(as_json=as_json)
     outcome = run_training(options, screen, resume=resume, replan=replan)
     if as_json:
@@ -156,7 +57,54 @@ def train_command(
         typer.echo(describe(outcome))
 
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(TrainConfig))
+_BESIDE_THE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
+    "config": (
+        Path | None,
+        typer.Option(help="YAML with these options; the command line wins."),
+        None,
+    ),
+    "resume": (Path | None, typer.Option(help="Go on with an earlier run's directory."), None),
+    "replan": (
+        bool,
+        typer.Option(help="With --resume: measure and split anew; else the split is kept."),
+        False,
+    ),
+    "as_json": (bool, typer.Option("--json", help="One JSON object a line."), False),
+}
+
+
+def _signature() -> inspect.Signature:
+    """Give `train_command` a parameter for each option: what it is stands at its field only."""
+    of_config = {
+        name: (
+            (str if option.hint not in (int, float, bool) else option.hint) | None,
+            typer.Argument(help=option.help)
+            if name == "model"
+            else typer.Option(option.flag, help=option.help, rich_help_panel=option.about.group)
+            if option.hint is not bool
+            else typer.Option(help=option.help, rich_help_panel=option.about.group),
+            None,  # else an option that was not given would win over the file
+        )
+        for name, option in OPTIONS.items()
+    }
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=Annotated[kind, about],
+            )
+            for name, (kind, about, default) in (of_config | _BESIDE_THE_OPTIONS).items()
+        ]
+    )
+
+
+# What Typer reads.
+train_command.__signature__ = _signature()  # type: ignore[attr-defined]
+train_command.__annotations__ = {
+    name: parameter.annotation for name, parameter in _signature().parameters.items()
+}
 
 
 def read_options(

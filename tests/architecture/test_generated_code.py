@@ -1,4 +1,4 @@
-"""The committed protobuf code is what its .proto files give."""
+"""What is committed and made of something else is what that gives: protobuf code, a page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from source_tree import GENERATED, ROOT
 from test_constraints import constraints
+
+from exo_train.cli.options_page import options_page
 
 PROTOS = ROOT / "proto"
 
@@ -44,3 +46,8 @@ def test_generated_code_names_the_pinned_generator() -> None:
     wanted = f"GRPC_GENERATED_VERSION = '{constraints()['grpcio-tools']}'"
     for path in GENERATED.glob("*_pb2_grpc.py"):
         assert wanted in path.read_text("utf-8"), f"{path.name} was made by another grpcio-tools"
+
+
+def test_page_of_options_is_fresh() -> None:
+    committed = (ROOT / "docs" / "options.md").read_text("utf-8")
+    assert committed == options_page(), "run `make options`"
