@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check install proto options clean
+.PHONY: demo test test-extended check install proto options clean
 
 install: $(VENV)/.installed
 
@@ -18,6 +18,10 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# The same faults of real processes at more phases: minutes more, no other kind.
+test-extended: install
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m extended
 
 check: install
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,12 @@ from tests.ring.disturbed_runs import (
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("disturbed"), pytest.mark.timeout(300)]
 
-DRIVER_PHASES = ("checkpoint-write", "checkpoint-publish", "recover")
+def extended(*values: str) -> Any:
+    """More of the same kind: run by `make test-extended`."""
+    return pytest.param(*values, marks=pytest.mark.extended)
+
+
+DRIVER_PHASES = (extended("checkpoint-write"), "checkpoint-publish", extended("recover"))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +71,7 @@ def undisturbed(
     return run_dir
 
 
-@pytest.mark.parametrize("action", ["kill", "kill-both"])
+@pytest.mark.parametrize("action", [extended("kill"), "kill-both"])
 def test_device_lost_before_the_first_step_is_planned_around(
     household: DisturbedHousehold,
     short: TrainConfig,
@@ -81,7 +87,7 @@ def test_device_lost_before_the_first_step_is_planned_around(
     household.check_nothing_left(run_dir)
 
 
-@pytest.mark.parametrize("phase", ["forward", "commit", "snapshot"])
+@pytest.mark.parametrize("phase", [extended("forward"), "commit", extended("snapshot")])
 def test_killed_workers_cost_one_step_and_change_no_digit(
     household: DisturbedHousehold, short: TrainConfig, undisturbed: Path, tmp_path: Path, phase: str
 ) -> None:
@@ -96,7 +102,7 @@ def test_killed_workers_cost_one_step_and_change_no_digit(
     household.check_nothing_left(run_dir)
 
 
-@pytest.mark.parametrize("phase", ["between", "committed"])
+@pytest.mark.parametrize("phase", [extended("between"), "committed"])
 def test_run_goes_on_without_devices_that_die(
     household: DisturbedHousehold, short: TrainConfig, undisturbed: Path, tmp_path: Path, phase: str
 ) -> None:
@@ -151,7 +157,7 @@ def test_agents_ended_by_their_users_are_no_accident(
     ("action", "phase"),
     [
         ("term", "loading"),
-        ("kill-agent", "forward"),
+        extended("kill-agent", "forward"),
     ],
 )
 def test_second_device_lost_while_the_first_is_recovered_from(

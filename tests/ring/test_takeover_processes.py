@@ -143,6 +143,7 @@ def check_whole(folder: Path, undisturbed: Path) -> None:
         assert ours[key] == pytest.approx(theirs[key], rel=1e-4), key
 
 
+@pytest.mark.extended  # the next one is the same with more harm
 def test_a_member_goes_on_when_the_driver_is_killed(
     members: Successors, options: TrainConfig, undisturbed: Path, tmp_path: Path
 ) -> None:
