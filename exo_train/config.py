@@ -26,6 +26,9 @@ DTYPES = ("auto", "fp32", "bf16", "fp16")
 LR_SCHEDULES = ("cosine", "constant")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 MAX_PROFILE_S = 60.0
+SYSTEM_ROLES = ("template", "merge", "drop", "error")
+TRAIN_TURNS = ("all", "last")
+ON_LONG = ("truncate", "drop", "split", "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +55,19 @@ class OptimizerConfig:
     weight_decay: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodingConfig:
+    """How rows become token ids and masks, the template itself aside."""
+
+    system_role: str = SYSTEM_ROLES[0]
+    train_turns: str = TRAIN_TURNS[0]
+    on_long: str = ON_LONG[0]
+
+
 # Headings of the help and of docs/options.md, in their order.
-WHAT, LENGTH, RATE, ADAPTER, NUMBERS, CHECKS, SAFETY, DEVICES = (
+WHAT, CHATS, LENGTH, RATE, ADAPTER, NUMBERS, CHECKS, SAFETY, DEVICES = (
     "What is trained",
+    "Chats",
     "Length and batches",
     "Learning rate and optimizer",
     "Adapter",
@@ -73,6 +86,20 @@ class TrainConfig:
     data: str = option(
         "", "A .jsonl file, or a directory with train.jsonl (and valid.jsonl)", group=WHAT
     )
+    chat_template: str = option(
+        "",
+        "In place of the model's own: chatml, gemma, llama2, llama3, mistral, zephyr or a file",
+        group=CHATS,
+    )
+    system_role: str = option(
+        "template",
+        "what becomes of system messages; merge: put before the user's",
+        group=CHATS,
+        choices=SYSTEM_ROLES,
+    )
+    train_turns: str = option(
+        "all", "which answers of a conversation are learnt", group=CHATS, choices=TRAIN_TURNS
+    )
     steps: int = option(
         0, "Optimizer updates; default: --epochs", group=LENGTH, minimum=0, shows_default=False
     )
@@ -87,7 +114,13 @@ class TrainConfig:
         minimum=0,
         shows_default=False,
     )
-    max_seq_length: int = option(512, "Tokens; longer rows are cut", group=LENGTH, minimum=1)
+    max_seq_length: int = option(512, "Most tokens of a sequence", group=LENGTH, minimum=1)
+    on_long: str = option(
+        "truncate",
+        "what becomes of longer rows; split: texts into windows",
+        group=LENGTH,
+        choices=ON_LONG,
+    )
     learning_rate: float = option(2e-4, "Peak rate", group=RATE, above=0)
     lr_schedule: str = option(
         "cosine", "how the rate falls after warm-up", group=RATE, choices=LR_SCHEDULES
@@ -174,6 +207,12 @@ class TrainConfig:
     @property
     def optimizer(self) -> OptimizerConfig:
         return OptimizerConfig(weight_decay=self.weight_decay)
+
+    @property
+    def encoding(self) -> EncodingConfig:
+        return EncodingConfig(
+            system_role=self.system_role, train_turns=self.train_turns, on_long=self.on_long
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Give plain values for YAML and JSON."""

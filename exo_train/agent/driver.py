@@ -33,6 +33,7 @@ from exo_train.agent.resuming import (
 )
 from exo_train.agent.run_data import encode_data, fingerprint
 from exo_train.agent.run_plan import Run, choose_plan
+from exo_train.agent.run_template import keep_template, kept_template
 from exo_train.agent.succession import (
     TIED_VARIABLE,
     Succession,
@@ -53,6 +54,7 @@ from exo_train.train.rundir import RunDir, Summary, check_free
 from exo_train.train.saving import Saver, SaveTimer, check_space
 from exo_train.train.state_copies import layout_bytes, state_layout
 from exo_train.train.step_shapes import steps_of
+from exo_train.train.templates import KNOWN_TEMPLATES, read_template
 from exo_train.train.watcher import Watcher
 
 
@@ -136,6 +138,8 @@ def _train(
     if config.data:  # given, perhaps as the kept rows are damaged
         write_rows(directory.path, train=data.batches.examples, held_out=data.held_out)
     # From here on the run can be taken up again with --resume, even from step 0.
+    if resume is None:
+        keep_template(directory.path, config, model_path=model.path)
     directory.write_config(_absolute(config, model.path, run_dir, resume))
     _write_succession(directory.path, chosen.plan.run_id, config, model, household)
     _check_space(directory.path, model, config, data, checkpoint)
@@ -266,6 +270,10 @@ def _read(
         model = open_for_run(home, config.model)
         return model, kept_data(resume, config, vocab_size=model.manifest.spec.vocab_size)
     files = read_data(config.data)
+    if resume is not None and (kept := kept_template(resume)):
+        config = replace(config, chat_template=kept)
+    if config.chat_template:
+        read_template(config.chat_template)  # before anything is fetched
     model = open_for_run(home, config.model)
     spec = model.manifest.spec
     spec.validate_max_seq_length(config.max_seq_length)
@@ -309,4 +317,6 @@ def _absolute(
     else:
         plain["data"] = str(Path(config.data).expanduser().resolve())
     plain["run_dir"] = str(run_dir.resolve())
+    if resume is None and config.chat_template and config.chat_template not in KNOWN_TEMPLATES:
+        plain["chat_template"] = str(Path(config.chat_template).expanduser().resolve())
     return plain

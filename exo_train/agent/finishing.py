@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from exo_train.agent.opening import OpenedModel
+from exo_train.agent.run_template import save_tokenizer
 from exo_train.errors import ExoTrainError, InterruptedRunError, NumericsError, TakenOverError
 from exo_train.export.adapters import AdapterPaths, write_adapters
-from exo_train.models.tokenizer import load_tokenizer
 from exo_train.shell import command_line
 from exo_train.train.checkpoint import newest_checkpoint
 from exo_train.train.durable import require_free_bytes
@@ -118,9 +118,8 @@ class Finish:
             num_layers=plan.num_layers,
             steps=int(checkpoint.optimizer["step"]),  # dropped steps trained nothing
         )
-        tokenizer = load_tokenizer(self.model.path)
         for path in (paths.peft, paths.mlx):
-            tokenizer.save_pretrained(str(path))
+            save_tokenizer(self.run_dir.path, path, model_path=self.model.path)
         return paths
 
     def _devices(self) -> tuple[DeviceSummary, ...]:

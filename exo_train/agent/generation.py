@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from exo_train.agent.run_template import tokenizer_of_run
 from exo_train.backends.base import StageOptions
 from exo_train.backends.registry import load_backend
 from exo_train.cluster.hardware import detect
 from exo_train.cluster.home import Home
-from exo_train.config import LoraConfig, OptimizerConfig, TrainConfig
+from exo_train.config import SYSTEM_ROLES, LoraConfig, OptimizerConfig, TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.export.adapter_formats import Adapter
 from exo_train.export.adapters import read_adapter
@@ -21,7 +22,7 @@ from exo_train.models.hub import resolve_model
 from exo_train.models.open import open_model
 from exo_train.models.tokenizer import load_tokenizer
 from exo_train.plan.stages import StageSpec
-from exo_train.train.chat import encode_prompt
+from exo_train.train.chat import encode_prompt, end_of_turn
 from exo_train.train.checkpoint import newest_checkpoint
 from exo_train.train.rows import Message
 from exo_train.train.rundir import CONFIG_FILE, RunDir
@@ -49,8 +50,11 @@ class Generator:
         self.adapter_path: str | None = None
         adapter = None
         model_name = run_or_model
+        self._system_role = SYSTEM_ROLES[0]
         if (run / CONFIG_FILE).is_file():
-            model_name = str(RunDir.open(run).read_config().get("model", ""))
+            config = RunDir.open(run).read_config()
+            model_name = str(config.get("model", ""))
+            self._system_role = str(config.get("system_role", self._system_role))
             adapter, self.adapter_path = _adapter_of(run)
         path = resolve_model(model_name, cache_dir=home.cache)
         spec, source = open_model(path)
@@ -71,7 +75,10 @@ class Generator:
         )
         if adapter is not None:
             self._stage.load_adapter(adapter.arrays)
-        self._tokenizer = load_tokenizer(path)
+        # As the run was trained; a bare model has no run directory, and its own template.
+        self._tokenizer = (
+            tokenizer_of_run(run, model_path=path) if adapter else load_tokenizer(path)
+        )
         self._max_position = spec.max_position
 
     def answer(
@@ -114,13 +121,18 @@ class Generator:
         messages = [Message(role="user", content=prompt)]
         if system is not None:
             messages.insert(0, Message(role="system", content=system))
-        return list(encode_prompt(messages, self._tokenizer))
+        return list(encode_prompt(messages, self._tokenizer, system_role=self._system_role))
 
     def _stop_ids(self) -> set[int]:
-        """Give the ids that end an answer: EOS, and the end-of-turn marks that templates use."""
+        """Give the ids that end an answer: EOS, and the end-of-turn marks that templates use.
+
+        Known marks count in any vocabulary: without a template, too, a chat model writes them.
+        """
         marks = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
         vocabulary = self._tokenizer.get_vocab()
         stop = {vocabulary[mark] for mark in marks if mark in vocabulary}
+        if self._tokenizer.chat_template and (end := end_of_turn(self._tokenizer)) is not None:
+            stop.add(end)
         if self._tokenizer.eos_token_id is not None:
             stop.add(int(self._tokenizer.eos_token_id))
         return stop

@@ -36,12 +36,13 @@ from exo_train.train.rundir import (
     METRICS_FILE,
     PLAN_FILE,
     SUMMARY_FILE,
+    TEMPLATE_FILE,
     RunDir,
 )
 from exo_train.wire.pb import control_pb2 as pb
 
 # No other name is ever written, so that none can lead out of the folder or into its workings.
-RUN_FILES = (CONFIG_FILE, PLAN_FILE, METRICS_FILE, ROWS_FILE, TAKEOVER_FILE)
+RUN_FILES = (CONFIG_FILE, PLAN_FILE, METRICS_FILE, ROWS_FILE, TEMPLATE_FILE, TAKEOVER_FILE)
 CHECKPOINT_FILES = (
     checkpoint.ADAPTER_FILE,
     checkpoint.OPTIMIZER_FILE,

@@ -26,7 +26,8 @@ RESUME_MAY_CHANGE = (
     "model", "data", "devices", "min_devices", "device_wait_s", "layers", "profile_s",
     "save_every", "save_minutes", "keep", "shadow", "takeover", "step_timeout_s",
 )  # fmt: skip
-NOT_COMPARED = (*RESUME_MAY_CHANGE, "run_dir")
+# A template is kept with the run; what it makes of the rows is compared with the data.
+NOT_COMPARED = (*RESUME_MAY_CHANGE, "run_dir", "chat_template")
 
 
 def resumed_options(run: Path, changes: Mapping[str, Any]) -> TrainConfig:

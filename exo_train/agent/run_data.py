@@ -13,9 +13,11 @@ from exo_train.config import TrainConfig
 from exo_train.models.spec import ModelSpec
 from exo_train.models.tokenizer import load_tokenizer
 from exo_train.train.batches import BatchPlan, split_validation
-from exo_train.train.chat import EncodedRows, Example, encode_rows
+from exo_train.train.chat import EncodedRows, encode_rows
+from exo_train.train.examples import Example
 from exo_train.train.loop import Data
 from exo_train.train.rows import DataFiles, Row
+from exo_train.train.templates import use_template
 
 
 def encode_data(
@@ -30,6 +32,7 @@ def encode_data(
     for note in files.notes:
         on_note(note)
     tokenizer = load_tokenizer(model_path)
+    use_template(tokenizer, config.chat_template)
     rows, held_out_rows = files.train.rows, files.valid.rows if files.valid else ()
     if not held_out_rows and config.val_rows:
         rows, held_out_rows = split_validation(rows, val_rows=config.val_rows, seed=config.seed)
@@ -40,6 +43,7 @@ def encode_data(
             tokenizer,
             max_seq_length=config.max_seq_length,
             vocab_size=spec.vocab_size,
+            encoding=config.encoding,
         )
         for note in encoded.notes:
             on_note(note)

@@ -20,7 +20,7 @@ from tokenizers import (
     processors,
 )
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from exo_train.errors import ModelError
 from exo_train.models.gguf_file import metadata, open_reader
@@ -43,6 +43,20 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     if path.suffix.lower() == ".gguf" and path.is_file():
         return _from_gguf(path)
     raise ModelError(f"{path}: no tokenizer to read; give a model directory or a .gguf file")
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tell whether the tokenizer itself puts BOS before a text: ids decide, not settings."""
+    bos: int | None = tokenizer.bos_token_id
+    return bos is not None and bool(tokenizer.encode("a")[:1] == [bos])
+
+
+def is_one_token(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    """Tell whether `text` has an id of its own, wherever it stands."""
+    ids: list[int] = tokenizer.encode(f"a{text}a", add_special_tokens=False)
+    unknown: int | None = tokenizer.unk_token_id
+    own = tokenizer.convert_tokens_to_ids(text)
+    return own is not None and own != unknown and own in ids
 
 
 def _load_directory(path: Path) -> PreTrainedTokenizerFast:

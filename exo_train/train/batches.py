@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from exo_train.errors import ConfigError
-from exo_train.train.chat import Example
+from exo_train.train.examples import Example
 
 PAD_MULTIPLE = 8  # few different widths, so that few kernels are compiled and memory is reused
 PAD_TOKEN = 0  # any valid id: pads are known by their position, never by their id

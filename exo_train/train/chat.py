@@ -1,49 +1,39 @@
 """Rows to token ids with a mask of what is learnt.
 
-Owns rendering through the chat template, the supervised mask and its proof, BOS and EOS,
-truncation. Must not read files, add tokens, or know batches.
+Owns the supervised mask and its proof, BOS and EOS, and the order rendering, masking, length.
+Must not read files, add tokens, or know batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import jinja2
-
+from exo_train.config import EncodingConfig
 from exo_train.errors import DataError
+from exo_train.models.tokenizer import adds_bos
+from exo_train.train.examples import LEARNT_MARKS, Example, marked_sample, stretches
+from exo_train.train.lengths import fit_lengths
+from exo_train.train.rendering import Renderer, with_system_role
 from exo_train.train.rows import ChatRow, CompletionRow, Message, Row, TextRow
+from exo_train.train.templates import fitting_templates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLE_TOKENS = 60
-# Llama 3's templates write today's date unless told one (this is their own fallback): the same
-# rows must give the same ids when a run is resumed on another day.
-TEMPLATE_DATE = "26 Jul 2024"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Example:
-    """One token sequence; `supervised[t]` means: learn to predict `tokens[t]` (never t = 0)."""
-
-    tokens: tuple[int, ...]
-    supervised: tuple[bool, ...]
-    where: str
-
-    @property
-    def num_supervised_tokens(self) -> int:
-        return sum(self.supervised)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedRows:
-    """What is left to train on, what was lost on the way, and sentences about it."""
+    """What is left to train on, what was lost on the way, and sentences about it.
+
+    The counts are those of `Fitted`.
+    """
 
     examples: tuple[Example, ...]
-    num_truncated: int
-    num_dropped: int
+    num_long: int
+    num_cut_answers: int
+    num_left_out: int
     notes: tuple[str, ...]
 
 
@@ -53,23 +43,16 @@ def encode_rows(
     *,
     max_seq_length: int,
     vocab_size: int,
+    encoding: EncodingConfig = EncodingConfig(),  # noqa: B008 - frozen
 ) -> EncodedRows:
-    """Encode all rows, cut at the end to `max_seq_length` tokens."""
-    encoder = RowEncoder(tokenizer)
+    """Encode all rows and fit them into `max_seq_length` tokens; raises DataError."""
+    encoder = RowEncoder(tokenizer, encoding)
     encoder.check_template(rows)
     whole = [example for row in rows for example in encoder.encode(row)]
-    cut = [_truncated(example, max_seq_length) for example in whole]
-    _check_vocabulary(cut, tokenizer, vocab_size=vocab_size)
-    kept = [example for example in cut if example.num_supervised_tokens]
-    if not kept:
-        sample = tokenizer.decode(whole[0].tokens[:SAMPLE_TOKENS]) if whole else ""
-        raise DataError(
-            f"no row has anything to learn within {max_seq_length} tokens "
-            f"({len(whole)} looked at, the first begins {sample!r}); "
-            "raise 'max_seq_length' or shorten the prompts"
-        )
-    lengths = [len(example.tokens) for example in whole if len(example.tokens) > max_seq_length]
-    num_dropped = len(whole) - len(kept)
+    fitted = fit_lengths(whole, max_seq_length=max_seq_length, on_long=encoding.on_long)
+    _check_vocabulary(fitted.examples, tokenizer, vocab_size=vocab_size)
+    if not fitted.examples:
+        raise _nothing_to_learn(whole, tokenizer, max_seq_length)
     notes = []
     if len(whole) > len(rows):
         notes.append(
@@ -81,51 +64,92 @@ def encode_rows(
             "the chat template writes no end-of-turn token after an answer, so the model does "
             "not learn where to stop"
         )
-    notes += _losses(lengths, num_dropped, num_all=len(whole), max_seq_length=max_seq_length)
+    notes += encoder.notes
     return EncodedRows(
-        examples=tuple(kept),
-        num_truncated=len(lengths),
-        num_dropped=num_dropped,
-        notes=tuple(notes),
+        examples=fitted.examples,
+        num_long=fitted.num_long,
+        num_cut_answers=fitted.num_cut_answers,
+        num_left_out=fitted.num_left_out,
+        notes=(*notes, *fitted.notes),
     )
 
 
-def _losses(
-    lengths: list[int], num_dropped: int, *, num_all: int, max_seq_length: int
-) -> Iterator[str]:
-    """Say what the length limit costs; `lengths` are those above it."""
-    if lengths:
-        yield (
-            f"{len(lengths)} of {num_all} sequences are longer than {max_seq_length} tokens "
-            f"(the longest: {max(lengths)}) and are cut at the end"
+def _nothing_to_learn(
+    whole: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_seq_length: int
+) -> DataError:
+    """Say so with a sample: what is wrong with a mask is seen at once when it is looked at."""
+    sample = ""
+    if whole:
+        text = marked_sample(whole[0], tokenizer.decode)
+        opening, closing = LEARNT_MARKS
+        sample = (
+            f"; {whole[0].where}, of {len(whole[0].tokens)} tokens, reads {text!r} "
+            f"({opening}{closing}: what would be learnt)"
         )
-    if num_dropped:
-        yield (
-            f"{num_dropped} of {num_all} sequences have nothing to learn within "
-            f"{max_seq_length} tokens and are left out; raise 'max_seq_length' to train on them"
+    if any(example.num_supervised_tokens for example in whole):
+        return DataError(
+            f"no row has anything to learn within {max_seq_length} tokens ({len(whole)} looked at)"
+            f"{sample}; raise 'max_seq_length' or shorten the prompts"
         )
+    return DataError(
+        f'no row has anything to learn ({len(whole)} looked at){sample}; remove "train": false '
+        "from an answer, or use --train-turns all"
+    )
 
 
 def encode_prompt(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    system_role: str = "template",
 ) -> tuple[int, ...]:
     """Give the ids after which the model answers, exactly as training sees them."""
-    encoder = RowEncoder(tokenizer)
-    text = encoder.render(messages, answer_next=True, where="the conversation")
+    encoder = RowEncoder(tokenizer, EncodingConfig(system_role=system_role))
+    messages = with_system_role(messages, system_role, where="the conversation")
+    text = encoder.renderer.render(messages, answer_next=True, where="the conversation")
     return tuple(encoder.tokens(text))
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Give the id that the chat template writes after an answer; None: no such token."""
+    turns = (Message(role="user", content="a"), Message(role="assistant", content="a"))
+    encoder = RowEncoder(tokenizer)
+    try:
+        (example,) = encoder.encode(ChatRow(where="", messages=turns))
+    except DataError:
+        return None
+    ids = [ids for is_learnt, ids in stretches(example) if is_learnt]
+    return ids[-1][-1] if ids and encoder.ends_turns else None
 
 
 class RowEncoder:
     """One tokenizer with what must be known of it; `ends_turns` turns False on a bad template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        encoding: EncodingConfig = EncodingConfig(),  # noqa: B008 - frozen
+    ) -> None:
         self._tokenizer = tokenizer
+        self._only_last = encoding.train_turns == "last"
+        self._system_role = encoding.system_role
+        self.renderer = Renderer(tokenizer, system_role=encoding.system_role)
         self._bos: int | None = tokenizer.bos_token_id
-        # Ids decide, not settings: what the tokenizer itself puts before a plain text.
-        self._adds_bos = self._bos is not None and tokenizer.encode("a")[0] == self._bos
+        self._adds_bos = adds_bos(tokenizer)
         added = tokenizer.added_tokens_decoder
         self._special = {token_id for token_id, token in added.items() if token.special}
+        if tokenizer.eos_token_id is not None:
+            self._special.add(int(tokenizer.eos_token_id))
         self.ends_turns = True
+        self._num_with_system = 0
+
+    @property
+    def notes(self) -> list[str]:
+        """Say what became of system messages, unless they are the template's."""
+        if not self._num_with_system or self._system_role == "template":
+            return []
+        fate = "left out" if self._system_role == "drop" else "put before the user's"
+        return [f"the system messages of {self._num_with_system} rows are {fate} (--system-role)"]
 
     def check_template(self, rows: Iterable[Row]) -> None:
         """Refuse `messages` rows early when the tokenizer cannot render them."""
@@ -133,40 +157,25 @@ class RowEncoder:
             return
         for row in rows:
             if isinstance(row, ChatRow):
+                fitting = ", ".join(fitting_templates(self._tokenizer))
+                known = f" (this tokenizer can do {fitting})" if fitting else ""
                 raise DataError(
                     f"{row.where}: the row has 'messages', but the model's tokenizer has no chat "
-                    "template; use the instruct version of the model, or rows with 'prompt' and "
-                    "'completion'"
+                    f"template; give one with --chat-template NAME or FILE{known}, use the "
+                    "instruct version of the model, or rows with 'prompt' and 'completion'"
                 )
 
     def encode(self, row: Row) -> tuple[Example, ...]:
         """Give one example, or one per answer where a template rewrites earlier turns."""
         match row:
             case ChatRow():
-                return self._encode_chat(row)
+                self._num_with_system += any(m.role == "system" for m in row.messages)
+                return self._encode_chat(self.renderer.prepared(row))
             case CompletionRow(where=where, prompt=prompt, completion=completion):
                 tokens, start = self._continue(prompt, prompt + completion, where=where)
                 return (self._ended(tokens, start, where=where),)
             case TextRow(where=where, text=text):
                 return (self._ended(self.tokens(text), 0, where=where),)
-
-    def render(self, messages: Sequence[Message], *, answer_next: bool, where: str) -> str:
-        """Render through the chat template, up to where the assistant speaks next if asked."""
-        conversation = [{"role": m.role, "content": m.content} for m in messages]
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    conversation,
-                    tokenize=False,
-                    add_generation_prompt=answer_next,
-                    date_string=TEMPLATE_DATE,
-                )
-            )
-        except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:
-            roles = ", ".join(m.role for m in messages)
-            raise DataError(
-                f"{where}: the model's chat template refuses the roles {roles}: {error}"
-            ) from None
 
     def tokens(self, text: str) -> list[int]:
         """Tokenise a sequence from its beginning: one BOS if the model has one, never two."""
@@ -185,14 +194,17 @@ class RowEncoder:
         """Mask by difference: a turn's tokens are its rendering less the prompt before it.
 
         A conversation stays one example as long as each prompt begins with what came before;
-        templates that drop earlier thinking break that, and start a new example there.
+        templates that drop earlier thinking break that, and start a new example there. Where
+        nothing is learnt, the conversation is one example all the same, and is counted.
         """
         examples: list[Example] = []
-        for index, message in enumerate(row.messages):
-            if message.role != "assistant":
-                continue
-            prompt = self.render(row.messages[:index], answer_next=True, where=row.where)
-            through = self.render(row.messages[: index + 1], answer_next=False, where=row.where)
+        for index in self._learnt_turns(row.messages):
+            prompt = self.renderer.render(
+                row.messages[:index], answer_next=True, where=row.where, tools=row.tools
+            )
+            through = self.renderer.render(
+                row.messages[: index + 1], answer_next=False, where=row.where, tools=row.tools
+            )
             tokens, start = self._continue(
                 prompt, through, where=f"{row.where}, message {index + 1}"
             )
@@ -204,7 +216,19 @@ class RowEncoder:
             after = (False,) * (len(tokens) - end)
             supervised = before + (True,) * (end - start) + after
             examples.append(Example(tokens=tuple(tokens), supervised=supervised, where=row.where))
+        if not examples:
+            text = self.renderer.render(
+                row.messages, answer_next=False, where=row.where, tools=row.tools
+            )
+            ids = tuple(self.tokens(text))
+            examples.append(Example(tokens=ids, supervised=(False,) * len(ids), where=row.where))
         return tuple(examples)
+
+    def _learnt_turns(self, messages: Sequence[Message]) -> list[int]:
+        """Give the places of the assistant's messages that are learnt."""
+        answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
+        chosen = answers[-1:] if self._only_last else answers
+        return [index for index in chosen if messages[index].train]
 
     def _continue(self, prompt: str, whole: str, *, where: str) -> tuple[list[int], int]:
         """Tokenise `whole` so that it begins with the ids of `prompt`; give both lengths' border.
@@ -222,8 +246,8 @@ class RowEncoder:
                 return apart, border
         raise DataError(
             f"{where}: the answer cannot be told from its prompt, because the prompt's rendering "
-            f"(ending in {prompt[-30:]!r}) is not how the rendering with the answer begins; use a "
-            "model with another chat template, or rows with 'prompt' and 'completion'"
+            f"(ending in {prompt[-30:]!r}) is not how the rendering with the answer begins; use "
+            "another template with --chat-template, or rows with 'prompt' and 'completion'"
         )
 
     def _answer_end(self, ids: list[int], start: int) -> int:
@@ -250,16 +274,6 @@ class RowEncoder:
         start = max(start, 1)
         supervised = (False,) * start + (True,) * (len(ids) - start)
         return Example(tokens=tuple(ids), supervised=supervised[: len(ids)], where=where)
-
-
-def _truncated(example: Example, max_seq_length: int) -> Example:
-    if len(example.tokens) <= max_seq_length:
-        return example
-    return replace(
-        example,
-        tokens=example.tokens[:max_seq_length],
-        supervised=example.supervised[:max_seq_length],
-    )
 
 
 def _check_vocabulary(

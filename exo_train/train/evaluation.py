@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from exo_train.config import TrainConfig
 from exo_train.train.batches import evaluation_batches, split_microbatches
-from exo_train.train.chat import Example
+from exo_train.train.examples import Example
 from exo_train.train.ring import Ring
 
 EVALUATION_BATCH_SIZE = 16

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from exo_train.errors import DataError
-from exo_train.train.chat import Example
 from exo_train.train.durable import disk_errors, write_durable
+from exo_train.train.examples import Example
 
 ROWS_FILE = "rows.safetensors"
 

@@ -27,11 +27,11 @@ from exo_train.train.batches import (
     split_microbatches,
 )
 from exo_train.train.blame import name_trouble
-from exo_train.train.chat import Example
 from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
 from exo_train.train.collecting import split_state
 from exo_train.train.disk_pause import DiskPause
 from exo_train.train.evaluation import held_out_loss
+from exo_train.train.examples import Example
 from exo_train.train.learning_rate import clip_scale, learning_rate_at
 from exo_train.train.metrics import StepMetrics
 from exo_train.train.progress import Interruption, Progress

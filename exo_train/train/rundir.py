@@ -32,6 +32,7 @@ PLAN_FILE = "plan.json"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 LOSS_FILE = "loss.png"
+TEMPLATE_FILE = "chat_template.jinja"  # where the run was given one
 LOCK_FILE = ".lock"
 
 

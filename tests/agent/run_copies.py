@@ -11,8 +11,8 @@ import numpy as np
 
 from exo_train.agent.replicas import CHECKPOINT_FILES
 from exo_train.config import TrainConfig
-from exo_train.train.chat import Example
 from exo_train.train.checkpoint import checkpoint_steps, newest_checkpoint, save_checkpoint
+from exo_train.train.examples import Example
 from exo_train.train.kept_rows import write_rows
 from exo_train.train.rundir import RunDir
 from exo_train.wire.pb import control_pb2 as pb

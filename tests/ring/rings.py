@@ -20,8 +20,8 @@ from exo_train.peer import NodeId
 from exo_train.plan.plan import Plan
 from exo_train.plan.stages import StageSpec
 from exo_train.train.batches import BatchPlan, split_microbatches
-from exo_train.train.chat import Example
 from exo_train.train.collecting import merged
+from exo_train.train.examples import Example
 from exo_train.train.learning_rate import clip_scale
 from exo_train.train.ring import Ring, WeightsAccess
 from exo_train.wire.pb import control_pb2 as pb

@@ -29,6 +29,7 @@ FRACTIONS = [name for name in NUMBERS if name not in WHOLE_NUMBERS]
 CHOSEN: dict[str, tuple[Any, Any]] = {
     "model": ("file-model", "line-model"),
     "data": ("file.jsonl", "line.jsonl"),
+    "chat_template": ("file.jinja", "chatml"),
     "targets": (["q_proj"], ["v_proj", "o_proj"]),
     "shadow": ("off", "4"),
     "min_devices": (2, 3),

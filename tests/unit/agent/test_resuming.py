@@ -19,8 +19,8 @@ from exo_train.agent.resuming import (
 from exo_train.agent.run_data import fingerprint
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, DataError
-from exo_train.train.chat import Example
 from exo_train.train.checkpoint import load_checkpoint, save_checkpoint
+from exo_train.train.examples import Example
 from exo_train.train.kept_rows import write_rows
 from exo_train.train.rundir import RunDir
 

@@ -18,9 +18,9 @@ from exo_train.peer import NodeId
 from exo_train.plan.plan import Plan, RankPlan
 from exo_train.plan.stages import StageSpec
 from exo_train.train.batches import BatchPlan
-from exo_train.train.chat import Example
 from exo_train.train.checkpoint import Checkpoint
 from exo_train.train.disk_pause import DiskPause
+from exo_train.train.examples import Example
 from exo_train.train.loop import Data, Trainer
 from exo_train.train.messages import to_state_arrays
 from exo_train.train.ring import Event, Ring

@@ -20,7 +20,7 @@ from exo_train.train.batches import (
     split_microbatches,
     split_validation,
 )
-from exo_train.train.chat import Example
+from exo_train.train.examples import Example
 
 MAX = 256
 

@@ -13,7 +13,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from exo_train.errors import DataError
-from exo_train.train.chat import EncodedRows, Example, RowEncoder, encode_prompt, encode_rows
+from exo_train.train.chat import EncodedRows, RowEncoder, encode_prompt, encode_rows
+from exo_train.train.examples import Example
 from exo_train.train.rows import ChatRow, CompletionRow, Message, Row, TextRow
 from tests.tiny_models import write_tiny_tokenizer
 
@@ -190,8 +191,9 @@ def test_template_that_raises_is_quoted_with_the_row(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         encode(tokenizer, row)
     assert str(caught.value) == (
-        "d.jsonl, line 9: the model's chat template refuses the roles system, user: "
-        "roles must alternate user/assistant"
+        "d.jsonl, line 9: the model's chat template refuses the roles system, user, assistant: "
+        "roles must alternate user/assistant; put the system message before the user's with "
+        "--system-role merge"
     )
 
 
@@ -265,8 +267,11 @@ def test_long_rows_are_cut_at_the_end_and_counted(tmp_path: Path) -> None:
     (cut,) = encoded.examples
     assert cut.tokens == whole.tokens[:-3]
     assert learnt(tokenizer, cut) == ["Yes<|im_end|>", "N"]
-    assert (encoded.num_truncated, encoded.num_dropped) == (1, 0)
-    assert "1 of 1 sequences are longer than 44 tokens (the longest: 47)" in encoded.notes[0]
+    assert (encoded.num_long, encoded.num_cut_answers, encoded.num_left_out) == (1, 1, 0)
+    assert encoded.notes == (
+        "1 of 1 sequences are longer than 44 tokens (the longest: 47): 1 are cut at the end, "
+        "1 of them in an answer",
+    )
 
 
 def test_rows_without_anything_left_to_learn_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -274,12 +279,15 @@ def test_rows_without_anything_left_to_learn_are_dropped_and_counted(tmp_path: P
     long_prompt = CompletionRow(where="r", prompt="x" * 220, completion="y")
     encoded = encode(tokenizer, long_prompt, CHAT, max_seq_length=64)
     assert [example.where for example in encoded.examples] == [CHAT.where]
-    assert (encoded.num_truncated, encoded.num_dropped) == (1, 1)
+    assert (encoded.num_long, encoded.num_cut_answers, encoded.num_left_out) == (1, 0, 1)
     assert "1 of 2 sequences have nothing to learn within 64 tokens" in encoded.notes[1]
     with pytest.raises(DataError) as caught:
         encode(tokenizer, long_prompt, max_seq_length=64)
-    assert "no row has anything to learn within 64 tokens" in str(caught.value)
-    assert repr("x" * 60) in str(caught.value)
+    assert str(caught.value) == (
+        "no row has anything to learn within 64 tokens (1 looked at); r, of 222 tokens, reads "
+        f"'…{'x' * 40}«y</s>»' («»: what would be learnt); raise 'max_seq_length' or shorten the "
+        "prompts"
+    )
 
 
 def test_id_beyond_the_models_vocabulary_is_refused(tmp_path: Path) -> None:

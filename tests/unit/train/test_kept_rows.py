@@ -12,7 +12,7 @@ from safetensors.numpy import load, save
 
 from exo_train.agent.run_data import fingerprint
 from exo_train.errors import DataError
-from exo_train.train.chat import Example
+from exo_train.train.examples import Example
 from exo_train.train.kept_rows import ROWS_FILE, read_rows, write_rows
 
 TRAIN = (

@@ -8,7 +8,7 @@ import pytest
 
 from exo_train.config import TrainConfig
 from exo_train.train.batches import BatchPlan
-from exo_train.train.chat import Example
+from exo_train.train.examples import Example
 from exo_train.train.step_shapes import full_steps, steps_of
 
 CONFIG = TrainConfig(batch_size=4, max_seq_length=64)
