@@ -151,6 +151,38 @@ def test_wrong_options(
         assert word in error
 
 
+CHAT_ROW = json.dumps(
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
+)
+
+
+def test_chats_for_a_base_model_are_refused_with_the_way_out(
+    model: Path, tmp_path: Path, run: Callable[..., tuple[int, str]]
+) -> None:
+    base = shutil.copytree(model, tmp_path / "base")
+    settings = json.loads((base / "tokenizer_config.json").read_text("utf-8"))
+    del settings["chat_template"]
+    write(base / "tokenizer_config.json", json.dumps(settings))
+    data = write(tmp_path / "data.jsonl", f"{CHAT_ROW}\n")
+    run_dir = tmp_path / "run"
+    code, error = run("train", str(base), "--data", str(data), "--run-dir", str(run_dir))
+    assert code == 2
+    assert_one_sentence(error)
+    assert "data.jsonl, line 1" in error
+    assert "--chat-template NAME or FILE (this tokenizer can do chatml," in error
+    assert not run_dir.exists()
+
+
+def test_unknown_template_is_refused_before_any_model_is_looked_for(
+    tmp_path: Path, run: Callable[..., tuple[int, str]]
+) -> None:
+    data = write(tmp_path / "data.jsonl", f"{CHAT_ROW}\n")
+    code, error = run("train", "./no-such-model", "--data", str(data), "--chat-template", "chat-ml")
+    assert code == 2
+    assert_one_sentence(error)
+    assert "did you mean 'chatml'?" in error
+
+
 def test_status_without_an_agent(run: Callable[..., tuple[int, str]]) -> None:
     code, error = run("status")
     assert code == 3

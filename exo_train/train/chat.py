@@ -6,7 +6,7 @@ Must not read files, add tokens, or know batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -241,14 +241,25 @@ class RowEncoder:
         if ids[:border] == prompt_ids:
             return ids, border
         if whole.startswith(prompt):
-            apart = prompt_ids + self._raw(whole[len(prompt) :])
-            if self._tokenizer.decode(apart) == self._tokenizer.decode(ids):
-                return apart, border
+            for rest in self._ways_on(whole[len(prompt) :]):
+                if self._tokenizer.decode(prompt_ids + rest) == self._tokenizer.decode(ids):
+                    return prompt_ids + rest, border
         raise DataError(
             f"{where}: the answer cannot be told from its prompt, because the prompt's rendering "
             f"(ending in {prompt[-30:]!r}) is not how the rendering with the answer begins; use "
             "another template with --chat-template, or rows with 'prompt' and 'completion'"
         )
+
+    def _ways_on(self, text: str) -> Iterator[list[int]]:
+        """Give tokenisations of a text that goes on in the middle of a line.
+
+        SentencePiece's tokenizers put a space before whatever they are given, so the second way
+        lets a line break come first, and takes it off again.
+        """
+        yield self._raw(text)
+        line_break, behind_it = self._raw("\n"), self._raw(f"\n{text}")
+        if behind_it[: len(line_break)] == line_break:
+            yield behind_it[len(line_break) :]
 
     def _answer_end(self, ids: list[int], start: int) -> int:
         """Give the place after the end-of-turn token; white space after it is never generated."""

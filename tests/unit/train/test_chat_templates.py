@@ -139,12 +139,12 @@ FAMILIES = {
     ),
     "Mistral": Family(
         template="mistral",
-        rendered="<s>[INST] Be kind\n\nHi [/INST]Yes</s>[INST] Go [/INST]No</s>",
-        spans=("Yes</s>", "No</s>"),
-        num_supervised=4 + 3,
+        rendered="<s>[INST] Be kind\n\nHi [/INST] Yes</s>[INST] Go [/INST] No</s>",
+        spans=(" Yes</s>", " No</s>"),
+        num_supervised=5 + 4,
         marked=(
             "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-            "{% else %}{% generation %}{{ m.content }}</s>{% endgeneration %}{% endif %}"
+            "{% else %}{% generation %} {{ m.content }}</s>{% endgeneration %}{% endif %}"
             "{% endfor %}"
         ),
         merges_system=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -88,6 +88,7 @@ def test_text_is_split_into_windows_that_begin_with_context() -> None:
     )
 
 
+@settings(max_examples=50, deadline=None)
 @given(num_tokens=st.integers(2, 60), limit=st.integers(2, 20))
 def test_each_token_of_a_split_text_is_learnt_once(num_tokens: int, limit: int) -> None:
     windows = fit("split", text(num_tokens), limit=limit).examples
@@ -143,10 +144,7 @@ def test_row_of_five_hundred_letters_with_each_policy(tmp_path: Path) -> None:
     row = TextRow(where="line 9", text=LONG_TEXT)
     tokenizer, cut = encode(tmp_path, "truncate", row)
     (example,) = cut.examples
-    assert (
-        tokenizer.decode(example.tokens)
-        == f"<s>{LONG_TEXT}"[: len(tokenizer.decode(example.tokens))]
-    )
+    assert f"<s>{LONG_TEXT}".startswith(tokenizer.decode(example.tokens))
     assert (len(example.tokens), example.num_supervised_tokens) == (64, 63)
     assert tokenizer.eos_token_id not in example.tokens
 

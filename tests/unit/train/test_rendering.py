@@ -93,9 +93,8 @@ def test_system_message_is_put_before_the_users(tokenizer: PreTrainedTokenizerFa
     assert shown(tokenizer, rows) == (
         "<user>Be kind\n\nHi</s><assistant>[Yes</s>]<user>Go</s><assistant>[No</s>]"
     )
-    assert rows.notes == (
-        "the system messages of 1 rows are put before the user's (--system-role)",
-    )
+    (note,) = rows.notes
+    assert note == "the system messages of 1 rows are put before the user's (--system-role)"
 
 
 def test_later_system_message_is_put_before_the_next_user(
@@ -226,7 +225,7 @@ def test_nothing_to_learn_anywhere_shows_a_sample(tokenizer: PreTrainedTokenizer
     with pytest.raises(DataError) as refused:
         encode(tokenizer, user("Hi"), assistant("Yes", train=False))
     assert str(refused.value) == (
-        "no row has anything to learn (1 looked at); d.jsonl, line 7, of 30 tokens, reads "
+        "no row has anything to learn (1 looked at); d.jsonl, line 7, of 22 tokens, reads "
         "'<user>Hi</s><assistant>Yes</s>' («»: what would be learnt); remove \"train\": false from "
         "an answer, or use --train-turns all"
     )
