@@ -33,7 +33,7 @@ from exo_train.agent.resuming import (
 )
 from exo_train.agent.run_data import encode_data, fingerprint
 from exo_train.agent.run_plan import Run, choose_plan
-from exo_train.agent.run_template import keep_template, kept_template
+from exo_train.agent.run_template import keep_template, with_kept_template
 from exo_train.agent.succession import (
     TIED_VARIABLE,
     Succession,
@@ -270,8 +270,8 @@ def _read(
         model = open_for_run(home, config.model)
         return model, kept_data(resume, config, vocab_size=model.manifest.spec.vocab_size)
     files = read_data(config.data)
-    if resume is not None and (kept := kept_template(resume)):
-        config = replace(config, chat_template=kept)
+    if resume is not None:
+        config = with_kept_template(config, resume)
     if config.chat_template:
         read_template(config.chat_template)  # before anything is fetched
     model = open_for_run(home, config.model)

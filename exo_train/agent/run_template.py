@@ -6,6 +6,7 @@ that was given none has no such file: its model's own template counts.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -32,6 +33,12 @@ def kept_template(run_dir: Path) -> str:
     """Give what to name as --chat-template to get the run's template; "": it has none kept."""
     path = run_dir / TEMPLATE_FILE
     return str(path) if path.is_file() else ""
+
+
+def with_kept_template(config: TrainConfig, run_dir: Path) -> TrainConfig:
+    """Give a run's options to encode other rows with: what was a file then may be gone by now."""
+    kept = kept_template(run_dir)
+    return replace(config, chat_template=kept) if kept else config
 
 
 def tokenizer_of_run(run_dir: Path, *, model_path: Path) -> PreTrainedTokenizerFast:

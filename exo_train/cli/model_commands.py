@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,8 +14,9 @@ from exo_train.agent.live_report import live_report
 from exo_train.agent.opening import Narrator
 from exo_train.agent.verification import NUM_MICROBATCHES, NUM_POSITIONS, verify
 from exo_train.agent.what_if import what_if_report
+from exo_train.cli.option_parameters import option_parameter, take_parameters
 from exo_train.cluster.home import open_home
-from exo_train.config import TrainConfig
+from exo_train.config import OPTIONS, TrainConfig
 from exo_train.demo.scenario import DemoOptions, run_demo
 from exo_train.errors import ConfigError, NumericsError
 from exo_train.models.hub import fetch_demo_model
@@ -108,65 +109,63 @@ def verify_command(
         typer.echo("the ring equals one device")
 
 
-def plan_command(
-    model: Annotated[
-        str,
-        typer.Argument(help="Model directory, config.json, .gguf or hub id; no weights needed."),
-    ],
-    devices: Annotated[
-        Path | None,
-        typer.Option(help="YAML of devices instead of those here: presets or times, and links."),
-    ] = None,
-    data: Annotated[
-        str, typer.Option(help="Rows to train on, as for train: says how long an epoch takes.")
-    ] = "",
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per update.")] = 8,
-    microbatch_size: Annotated[int, typer.Option(min=0, help="0: chosen.")] = 0,
-    max_seq_length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 512,
-    rank: Annotated[int, typer.Option(min=1, help="LoRA rank.")] = 8,
-    dtype: Annotated[
-        str, typer.Option(help="Of the frozen base; auto: each device's own, bf16 with --devices.")
-    ] = "auto",
-    checkpoint_activations: Annotated[bool, typer.Option(help="Recompute layers.")] = False,
-    min_devices: Annotated[
-        int, typer.Option(min=1, help="Wait for so many, else exit 3; all take part.")
-    ] = 1,
-    profile_s: Annotated[
-        float | None, typer.Option(help="Seconds to time a layer on each device here (3).")
-    ] = None,
-    fresh: Annotated[bool, typer.Option(help="Measure again what is known already.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def plan_command(**values: Any) -> None:
     """Say who would get which layers, how fast that would be, and whether a ring is worth it.
 
     Each device that is here times one layer of the model with random weights: only the model's
     config is needed. With --devices it is about devices in a file, owned or not, and nobody is
     asked; speeds of presets are makers' peaks halved, not measurements. See docs/planner.md.
     """
-    options = {
-        "model": model,
-        "data": data,
-        "batch_size": batch_size,
-        "microbatch_size": microbatch_size,
-        "max_seq_length": max_seq_length,
-        "rank": rank,
-        "dtype": dtype,
-        "checkpoint_activations": checkpoint_activations,
-        "min_devices": min_devices,
-        **({} if profile_s is None else {"profile_s": profile_s}),
-    }
-    if devices is not None and (fresh or profile_s is not None):
+    devices, fresh = values["devices"], values["fresh"]
+    if devices is not None and (fresh or values["profile_s"] is not None):
         raise ConfigError("--fresh and --profile-s are for devices that are here, not for a file")
-    config = TrainConfig.from_mapping(options, source="command line")
+    given = {name: values[name] for name in PLAN_OPTIONS if values[name] is not None}
+    config = TrainConfig.from_mapping({"model": values["model"], **given}, source="command line")
     report = (
         live_report(open_home(), config, on_note=_note, fresh=fresh)
         if devices is None
         else what_if_report(open_home(), config, devices)
     )
-    if as_json:
+    if values["as_json"]:
         typer.echo(json.dumps(report, allow_nan=False))
         return
     Console().print(plan_screen(report))
+
+
+# What of a run's options decides a plan, and how long an epoch takes.
+PLAN_OPTIONS = (
+    "data", "chat_template", "system_role", "train_turns", "batch_size", "microbatch_size",
+    "max_seq_length", "on_long", "rank", "dtype", "checkpoint_activations", "min_devices",
+    "profile_s",
+)  # fmt: skip
+_BESIDE_THE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
+    "devices": (
+        Path | None,
+        typer.Option(help="YAML of devices instead of those here: presets or times, and links."),
+        None,
+    ),
+    "dtype": (
+        str | None,
+        typer.Option(help="Of the frozen base; auto: each device's own, bf16 with --devices."),
+        None,
+    ),
+    "fresh": (bool, typer.Option(help="Measure again what is known already."), False),
+    "as_json": (bool, typer.Option("--json", help="Print JSON."), False),
+}
+take_parameters(
+    plan_command,
+    {
+        "model": (
+            str,
+            typer.Argument(
+                help="Model directory, config.json, .gguf or hub id; no weights needed."
+            ),
+            ...,
+        )
+    }
+    | {name: option_parameter(OPTIONS[name]) for name in PLAN_OPTIONS}
+    | _BESIDE_THE_OPTIONS,
+)
 
 
 def _note(text: str) -> None:

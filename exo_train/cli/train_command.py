@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import signal
@@ -10,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -18,6 +17,7 @@ from exo_train.agent.driver import Outcome, train
 from exo_train.agent.opening import Narrator
 from exo_train.agent.resuming import resumed_options
 from exo_train.agent.yaml_file import read_mapping
+from exo_train.cli.option_parameters import option_parameter, take_parameters
 from exo_train.cluster.home import open_home
 from exo_train.config import OPTIONS, TrainConfig
 from exo_train.errors import ConfigError
@@ -73,38 +73,12 @@ _BESIDE_THE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-def _signature() -> inspect.Signature:
-    """Give `train_command` a parameter for each option: what it is stands at its field only."""
-    of_config = {
-        name: (
-            (str if option.hint not in (int, float, bool) else option.hint) | None,
-            typer.Argument(help=option.help)
-            if name == "model"
-            else typer.Option(option.flag, help=option.help, rich_help_panel=option.about.group)
-            if option.hint is not bool
-            else typer.Option(help=option.help, rich_help_panel=option.about.group),
-            None,  # else an option that was not given would win over the file
-        )
-        for name, option in OPTIONS.items()
-    }
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=default,
-                annotation=Annotated[kind, about],
-            )
-            for name, (kind, about, default) in (of_config | _BESIDE_THE_OPTIONS).items()
-        ]
-    )
-
-
-# What Typer reads.
-train_command.__signature__ = _signature()  # type: ignore[attr-defined]
-train_command.__annotations__ = {
-    name: parameter.annotation for name, parameter in _signature().parameters.items()
-}
+take_parameters(
+    train_command,
+    {name: option_parameter(option) for name, option in OPTIONS.items()}
+    | {"model": (str | None, typer.Argument(help=OPTIONS["model"].help), None)}
+    | _BESIDE_THE_OPTIONS,
+)
 
 
 def read_options(

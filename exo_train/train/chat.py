@@ -50,7 +50,7 @@ def encode_rows(
     encoder.check_template(rows)
     whole = [example for row in rows for example in encoder.encode(row)]
     fitted = fit_lengths(whole, max_seq_length=max_seq_length, on_long=encoding.on_long)
-    _check_vocabulary(fitted.examples, tokenizer, vocab_size=vocab_size)
+    check_vocabulary(fitted.examples, tokenizer, vocab_size=vocab_size)
     if not fitted.examples:
         raise _nothing_to_learn(whole, tokenizer, max_seq_length)
     notes = []
@@ -287,9 +287,10 @@ class RowEncoder:
         return Example(tokens=tuple(ids), supervised=supervised[: len(ids)], where=where)
 
 
-def _check_vocabulary(
+def check_vocabulary(
     examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase, *, vocab_size: int
 ) -> None:
+    """Refuse an id that the model has no row for; raises DataError."""
     for example in examples:
         largest = max(example.tokens, default=0)
         if largest >= vocab_size:

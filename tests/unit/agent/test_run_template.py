@@ -13,6 +13,7 @@ from exo_train.agent.run_template import (
     kept_template,
     save_tokenizer,
     tokenizer_of_run,
+    with_kept_template,
 )
 from exo_train.config import TrainConfig
 from exo_train.errors import DataError
@@ -66,7 +67,8 @@ def test_template_of_a_file_that_is_gone_still_encodes_the_same_rows(
     before = digest(model, data, str(file))
     keep_template(run, TrainConfig(chat_template=str(file)), model_path=model)
     file.unlink()
-    assert digest(model, data, kept_template(run)) == before
+    kept = with_kept_template(TrainConfig(chat_template=str(file)), run).chat_template
+    assert digest(model, data, kept) == before
     assert digest(model, data, "chatml") != before
     with pytest.raises(DataError, match="has no chat template; give one with --chat-template"):
         digest(model, data, "")
