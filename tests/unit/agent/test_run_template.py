@@ -95,10 +95,13 @@ def test_adapters_tokenizer_renders_as_the_run_and_stops_at_the_end_of_a_turn(
 
 
 def test_template_that_writes_eos_keeps_it(model: Path, run: Path, tmp_path: Path) -> None:
-    keep_template(run, TrainConfig(chat_template="zephyr"), model_path=model)
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ eos_token }}" + TURNS_IN_BRACKETS, "utf-8")
+    keep_template(run, TrainConfig(chat_template=str(file)), model_path=model)
     save_tokenizer(run, tmp_path / "adapter", model_path=model)
     saved = load_tokenizer(tmp_path / "adapter")
-    assert saved.decode(encode_prompt(QUESTION, saved)) == "<|user|>\nHi</s>\n<|assistant|>\n"
+    prompt = saved.decode(encode_prompt(QUESTION, saved))
+    assert prompt == "</s><|im_start|>user: Hi<|im_end|><|im_start|>assistant: "
 
 
 def test_run_that_was_given_none_has_the_models_own(run: Path, tmp_path: Path) -> None:

@@ -213,6 +213,9 @@ def test_todays_date_does_not_enter_the_ids(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(tmp_path, template)
     (example,) = encode(tokenizer, CHAT).examples
     assert tokenizer.decode(example.tokens).startswith("26 Jul 2024Hi")
+    tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + template
+    (example,) = encode(tokenizer, CHAT).examples
+    assert tokenizer.decode(example.tokens).startswith("26 July 202426 Jul 2024Hi")
 
 
 @pytest.mark.parametrize("text", ["abc", "<s>abc", "<s><s>abc", "<s>abc</s>"])
