@@ -59,7 +59,7 @@ def encode_rows(
     encoder.check_template(rows)
     whole = [example for row in rows for example in encoder.encode(row)]
     cut = [_truncated(example, max_seq_length) for example in whole]
-    _check_vocabulary(cut, tokenizer, vocab_size=vocab_size)
+    check_vocabulary(cut, tokenizer, vocab_size=vocab_size)
     kept = [example for example in cut if example.num_supervised_tokens]
     if not kept:
         sample = tokenizer.decode(whole[0].tokens[:SAMPLE_TOKENS]) if whole else ""
@@ -262,7 +262,7 @@ def _truncated(example: Example, max_seq_length: int) -> Example:
     )
 
 
-def _check_vocabulary(
+def check_vocabulary(
     examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase, *, vocab_size: int
 ) -> None:
     for example in examples:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from exo_train.agent.run_data import parted_rows
+from exo_train.agent.run_data import parted_rows, read_rows
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, DataError
 from exo_train.train.data_set import DataSet, read_data
@@ -261,6 +261,13 @@ def test_no_weight_brings_a_held_out_row_into_training(tmp_path: Path) -> None:
     assert not set(train) & set(held_out)
     assert len(set(train)) == 15
     assert rows_of_run(f"{a}:3,{b}", val_rows=5)[1] == held_out, "the same rows, said otherwise"
+
+
+def test_rows_of_a_run_are_read_as_its_options_say(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"body": "good"}, {"body": 5})
+    options = {"data": str(path), "columns": "text=body", "on_bad_row": "drop"}
+    found = read_rows(TrainConfig.from_mapping(options, source=""))
+    assert texts(found.train[0].rows) == ["good"]
 
 
 def test_share_and_number_of_held_out_rows_exclude_each_other() -> None:
