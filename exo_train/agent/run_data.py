@@ -6,7 +6,6 @@ Owns the order of the checks: rows first (seconds), then the tokenizer, then the
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -69,7 +68,9 @@ def parted_rows(files: DataSet, config: TrainConfig) -> tuple[tuple[Row, ...], t
     row into both."""
     rows = [(index, row) for index, file in enumerate(files.train) for row in file.rows]
     held_out = files.valid_rows
-    num_held_out = config.val_rows or math.ceil(config.val_split * len(rows))
+    num_held_out = config.val_rows
+    if config.val_split:
+        num_held_out = max(1, round(config.val_split * len(rows)))
     if num_held_out and not held_out:
         left, taken = split_validation(rows, val_rows=num_held_out, seed=config.seed)
         rows, held_out = list(left), tuple(row for _, row in taken)

@@ -106,7 +106,7 @@ class DataSet:
     @property
     def num_held_out_seen(self) -> int:
         """Count the held-out rows that are trained on, too."""
-        seen = _digests(self.train)
+        seen = _digests(self.train) if self.valid else set()
         return sum(row_digest(row) in seen for row in self.valid_rows)
 
 

@@ -85,7 +85,8 @@ def _message(item: Mapping[str, Any], number: int, *, is_sharegpt: bool) -> Mess
     more = {k: v for k, v in item.items() if k not in (*_OWN_KEYS, *_OLD_KEYS) and v is not None}
     if more.pop("tool_calls", None):
         more["tool_calls"] = _tool_calls(item["tool_calls"], role, number)
-    _check_letters(more, f"{role} message {number}")
+    if more:
+        _check_letters(more, f"{role} message {number}")
     content = item.get("content", item.get("value"))
     if isinstance(content, list):
         content = "".join(_part(part, number) for part in content)
