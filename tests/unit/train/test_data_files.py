@@ -132,12 +132,15 @@ def test_keys_that_only_other_rows_of_a_parquet_file_have_are_not_there(tmp_path
          {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}],
     ]  # fmt: skip
     path = tmp_path / "chats.parquet"
-    parquet.write_table(pyarrow.table({"messages": chats, "text": [None]}), path)
+    tools = [[{"name": "now", "parameters": None}, {"name": "say", "parameters": {"type": "x"}}]]
+    table = {"messages": chats, "tools": tools, "text": [None]}
+    parquet.write_table(pyarrow.table(table), path)
     (row,) = read_rows(path).rows
     assert isinstance(row, ChatRow)
     assert [(m.train, dict(m.more)) for m in row.messages] == [
         (True, {}), (False, {}), (True, {}), (True, {}),
     ]  # fmt: skip
+    assert row.tools == ({"name": "now"}, {"name": "say", "parameters": {"type": "x"}})
     path.write_bytes(path.read_bytes()[:-20])
     assert "cannot be read as Parquet" in refusal(path)
 

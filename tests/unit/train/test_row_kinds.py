@@ -222,6 +222,8 @@ def test_columns_say_what_foreign_names_mean(tmp_path: Path) -> None:
     row = {"question": "2+2=", "answer": "4", "text": "ignored", "id": 1}
     found = only_row(tmp_path, row, "prompt=question", "completion=answer")
     assert (found.prompt, found.completion) == ("2+2=", "4")
+    told = only_row(tmp_path, {**CHAT, "story": "once"}, "text=story")
+    assert told.text == "once", "what is mapped is meant, though chats come first otherwise"
     swapped = only_row(tmp_path, {"prompt": "a", "completion": "b"}, "prompt=completion",
                        "completion=prompt")  # fmt: skip
     assert (swapped.prompt, swapped.completion) == ("b", "a")
