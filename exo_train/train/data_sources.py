@@ -6,6 +6,7 @@ there. Must not open a file. Nothing without `hub:` before it is ever looked up 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -97,7 +98,10 @@ def split_files(folder: Path) -> Mapping[str, Sequence[Path]]:
     Raises DataError where there is no train, or two files claim to be one split.
     """
     found: dict[str, list[Path]] = {}
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    except OSError as error:
+        raise DataError(f"cannot read '{folder}': {error.strerror or error}") from None
     for name in names:
         match = _SPLIT_FILE.fullmatch(name.lower())
         if match and match["split"] in SPLITS and is_data_file(name):
@@ -127,6 +131,8 @@ def exists(place: str) -> bool:
 def missing(place: str) -> DataError:
     """Say that a path is not there, with the nearest name that is."""
     path = Path(place)
+    with contextlib.suppress(RuntimeError):  # ~unknown
+        path = path.expanduser()
     hint = _nearest_path(path)
     if not hint and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", place):
         hint = f"; a data set of the hub is written {HUB}{place}"
@@ -160,7 +166,6 @@ def _parted(text: str) -> tuple[str, float | None]:
 
 def _nearest_path(path: Path) -> str:
     """Suggest the nearest existing name for the first part of `path` that does not exist."""
-    path = path.expanduser()
     part = path
     while part.parent != part and not exists(str(part.parent)):
         part = part.parent

@@ -104,6 +104,7 @@ def test_name_without_hub_before_it_is_never_looked_up(
     monkeypatch.setitem(sys.modules, "datasets", None)  # whoever asks for it fails
     (tmp_path / "data").mkdir()
     assert refusal("./dta").endswith("did you mean 'data'?")
+    assert refusal("~nobody-here/a.jsonl").endswith("; check the spelling")
     assert refusal("~/nowhere.jsonl").startswith("no data file or directory at '~/nowhere.jsonl'")
     assert refusal("me/chats").endswith("; a data set of the hub is written hub:me/chats")
 
