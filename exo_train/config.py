@@ -25,6 +25,7 @@ ALL_TARGETS = (
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 LR_SCHEDULES = ("cosine", "constant")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
+BAD_ROWS = ("error", "drop")
 MAX_PROFILE_S = 60.0
 SYSTEM_ROLES = ("template", "merge", "drop", "error")
 TRAIN_TURNS = ("all", "last")
@@ -84,7 +85,15 @@ class TrainConfig:
 
     model: str = option("", "Model directory, .gguf file or hub id", group=WHAT)
     data: str = option(
-        "", "A .jsonl file, or a directory with train.jsonl (and valid.jsonl)", group=WHAT
+        "",
+        "Rows: a file, a directory with train (and valid), hub:user/name; several: A:2,B:0.5",
+        group=WHAT,
+    )
+    columns: tuple[str, ...] = option(
+        (), "What your columns are to us, such as prompt=question,completion=answer", group=WHAT
+    )
+    on_bad_row: str = option(
+        "error", "what a row leads to that cannot be used", group=WHAT, choices=BAD_ROWS
     )
     chat_template: str = option(
         "",
@@ -150,7 +159,16 @@ class TrainConfig:
     checkpoint_activations: bool = option(
         False, "Recompute layers in backward: less memory, more time", group=NUMBERS
     )
-    val_rows: int = option(0, "Rows held out when there is no valid.jsonl", group=CHECKS, minimum=0)
+    val_rows: int = option(
+        0, "Rows held out when the data has no valid part", group=CHECKS, minimum=0
+    )
+    val_split: float = option(
+        0.0,
+        "Share of the rows held out instead of a number",
+        group=CHECKS,
+        minimum=0,
+        below=1,
+    )
     eval_every: int = option(
         0,
         "Steps between held-out losses; 0: before and after",
@@ -197,6 +215,10 @@ class TrainConfig:
         check_ranges(self)
         _check_targets(self.targets)
         _check_devices(self)
+        if self.val_rows and self.val_split:
+            raise ConfigError(
+                "'val_rows' and 'val_split' both say how many rows are held out; give one of them"
+            )
 
     @property
     def lora(self) -> LoraConfig:

@@ -107,6 +107,10 @@ DATA = {
     "empty": ("", ("data.jsonl", "0 usable of 0 rows")),
     "nothing to learn": ('{"text": ""}\n', ("data.jsonl", "0 usable of 1 rows")),
     "number as text": ('{"text": 5}\n', ("data.jsonl", "line 1")),
+    "no kind of row": (
+        GOOD_ROW + '{"txt": "a"}\n',
+        ("data.jsonl", "line 2", "did you mean 'text'"),
+    ),
 }
 
 
@@ -133,6 +137,10 @@ def test_wrong_data_is_found_before_any_model_loads(
         (("--learning-rate", "0"), ("learning_rate",)),
         (("--max-seq-length", "999999"), ("max_seq_length",)),
         (("--config", "absent.yaml"), ("absent.yaml",)),
+        (("--columns", "promt=question"), ("promt", "did you mean 'prompt'")),
+        (("--on-bad-row", "ignore"), ("on_bad_row", "error, drop")),
+        (("--val-split", "1"), ("val_split", "below 1")),
+        (("--val-split", "0.9"), ("3 rows held out of 3", "at most 2")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

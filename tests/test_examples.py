@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from exo_train.train.data_set import read_data
+from exo_train.train.row_kinds import nothing_to_learn, read_row
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,6 +46,33 @@ def test_a_ring_of_three_learns_like_one_rank() -> None:
     assert loss_3 == pytest.approx(loss_1, rel=1e-5)
     assert norm_3 == pytest.approx(norm_1, rel=1e-4)
     assert loss_1[-1] < loss_1[0] - 0.2, "it must learn, or equal losses prove nothing"
+
+
+def test_data_files_of_the_examples_and_the_page_are_rows() -> None:
+    folder = ROOT / "examples" / "data"
+    columns = {"questions.csv": ("prompt=question", "completion=answer")}
+    forms: Counter[str] = Counter()
+    for path in sorted(folder.iterdir()):
+        found = read_data(str(path), columns=columns.get(path.name, ()))
+        assert found.notes == () or path.name == "chats.jsonl"
+        forms.update(found.train[0].forms)
+    assert forms == {
+        "messages": 3,
+        "conversations": 1,
+        "instruction/input/output": 1,
+        "prompt/completion": 2,
+        "text": 2,
+    }
+    page = (ROOT / "docs" / "data.md").read_text("utf-8")
+    lines = [
+        line
+        for block in re.findall(r"```json\n(.*?)```", page, re.S)
+        for line in block.splitlines()
+    ]
+    assert len(lines) == 9
+    for line in lines:
+        row = read_row(json.loads(line), where="docs/data.md")
+        assert nothing_to_learn(row) == "", line
 
 
 def test_the_planned_split_covers_the_model_and_fits() -> None:

@@ -31,7 +31,7 @@ from exo_train.agent.resuming import (
     newest,
     plan_before,
 )
-from exo_train.agent.run_data import encode_data, fingerprint
+from exo_train.agent.run_data import encode_data, fingerprint, read_rows
 from exo_train.agent.run_plan import Run, choose_plan
 from exo_train.agent.run_template import keep_template, with_kept_template
 from exo_train.agent.succession import (
@@ -45,11 +45,11 @@ from exo_train.config import TrainConfig
 from exo_train.plan.stages import StageSpec
 from exo_train.shell import command_line
 from exo_train.train.checkpoint import Checkpoint, checkpoint_steps, expected_checkpoint_bytes
+from exo_train.train.data_sources import absolute
 from exo_train.train.disk_pause import DiskPause
 from exo_train.train.kept_rows import write_rows
 from exo_train.train.loop import Data, Trainer
 from exo_train.train.ring import Ring
-from exo_train.train.rows import read_data
 from exo_train.train.rundir import RunDir, Summary, check_free
 from exo_train.train.saving import Saver, SaveTimer, check_space
 from exo_train.train.state_copies import layout_bytes, state_layout
@@ -269,7 +269,7 @@ def _read(
     if resume is not None and not config.data:
         model = open_for_run(home, config.model)
         return model, kept_data(resume, config, vocab_size=model.manifest.spec.vocab_size)
-    files = read_data(config.data)
+    files = read_rows(config)
     if resume is not None:
         config = with_kept_template(config, resume)
     if config.chat_template:
@@ -315,7 +315,7 @@ def _absolute(
     if resume is not None and not config.data:
         plain["data"] = data_before(resume)
     else:
-        plain["data"] = str(Path(config.data).expanduser().resolve())
+        plain["data"] = absolute(config.data)
     plain["run_dir"] = str(run_dir.resolve())
     if resume is None and config.chat_template and config.chat_template not in KNOWN_TEMPLATES:
         plain["chat_template"] = str(Path(config.chat_template).expanduser().resolve())

@@ -12,16 +12,22 @@ from pathlib import Path
 from exo_train.config import TrainConfig
 from exo_train.models.spec import ModelSpec
 from exo_train.models.tokenizer import load_tokenizer
-from exo_train.train.batches import BatchPlan, split_validation
+from exo_train.train.batches import BatchPlan, repeat_items, split_validation
 from exo_train.train.chat import EncodedRows, encode_rows
+from exo_train.train.data_set import DataSet, read_data
 from exo_train.train.examples import Example
 from exo_train.train.loop import Data
-from exo_train.train.rows import DataFiles, Row
+from exo_train.train.rows import Row
 from exo_train.train.templates import use_template
 
 
+def read_rows(config: TrainConfig) -> DataSet:
+    """Read the rows that a run's options name, as they say."""
+    return read_data(config.data, columns=config.columns, on_bad_row=config.on_bad_row)
+
+
 def encode_data(
-    files: DataFiles,
+    files: DataSet,
     config: TrainConfig,
     *,
     model_path: Path,
@@ -33,9 +39,7 @@ def encode_data(
         on_note(note)
     tokenizer = load_tokenizer(model_path)
     use_template(tokenizer, config.chat_template)
-    rows, held_out_rows = files.train.rows, files.valid.rows if files.valid else ()
-    if not held_out_rows and config.val_rows:
-        rows, held_out_rows = split_validation(rows, val_rows=config.val_rows, seed=config.seed)
+    rows, held_out_rows = parted_rows(files, config)
 
     def encode(part: Sequence[Row]) -> EncodedRows:
         encoded = encode_rows(
@@ -61,6 +65,29 @@ def encode_data(
         f"{supervised / tokens:.0%} of them supervised"
     )
     return Data(batches=batches, held_out=held_out)
+
+
+def parted_rows(files: DataSet, config: TrainConfig) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """Give the rows of an epoch and those held out: held out first, so that no weight doubles a
+    row into both."""
+    rows = [(index, row) for index, file in enumerate(files.train) for row in file.rows]
+    held_out = files.valid_rows
+    num_held_out = config.val_rows
+    if config.val_split:
+        num_held_out = max(1, round(config.val_split * len(rows)))
+    if num_held_out and not held_out:
+        left, taken = split_validation(rows, val_rows=num_held_out, seed=config.seed)
+        rows, held_out = list(left), tuple(row for _, row in taken)
+    return tuple(
+        row
+        for index, file in enumerate(files.train)
+        for row in repeat_items(
+            [row for place, row in rows if place == index],
+            times=file.weight,
+            seed=config.seed,
+            source=index,
+        )
+    ), held_out
 
 
 def fingerprint(train: Sequence[Example], held_out: Sequence[Example]) -> str:

@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from exo_train.agent.run_data import encode_data
+from exo_train.agent.run_data import encode_data, parted_rows, read_rows
 from exo_train.config import TrainConfig
 from exo_train.models.hub import kept_snapshot
 from exo_train.models.spec import ModelSpec
 from exo_train.train.batches import BatchPlan
-from exo_train.train.rows import read_data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +81,8 @@ class EpochData:
 
 def read_epoch(config: TrainConfig, spec: ModelSpec, *, cache_dir: Path) -> EpochData:
     """Read the rows of `config.data`, and encode them where the tokenizer is here."""
-    files = read_data(config.data)
-    num_rows = len(files.train.rows)
+    files = read_rows(config)
+    num_rows = len(parted_rows(files, config)[0])
     place = _tokenizer_place(config.model, cache_dir)
     if place is None:
         num_steps = -(-num_rows // config.batch_size)

@@ -13,7 +13,13 @@ from typing import Annotated
 import typer
 
 import exo_train
-from exo_train.cli import cluster_commands, doctor_command, model_commands, train_command
+from exo_train.cli import (
+    cluster_commands,
+    data_commands,
+    doctor_command,
+    model_commands,
+    train_command,
+)
 from exo_train.errors import ExoTrainError
 
 app = typer.Typer(
@@ -27,6 +33,7 @@ app = typer.Typer(
 )
 cluster_commands.register(app)
 doctor_command.register(app)
+data_commands.register(app)
 train_command.register(app)
 model_commands.register(app)
 

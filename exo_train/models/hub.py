@@ -98,6 +98,16 @@ def resolve_config(name: str, *, cache_dir: Path, endpoint: str | None = None) -
     return read_json(path / "config.json")
 
 
+def resolve_tokenizer(name: str, *, cache_dir: Path, endpoint: str | None = None) -> Path:
+    """Give what `load_tokenizer` reads; of a hub model all but the weights is fetched."""
+    local = Path(name).expanduser()
+    if not local.exists() and not _looks_like_path(name) and _HUB_ID.fullmatch(name):
+        patterns = [pattern for pattern in ALLOW_PATTERNS if "safetensors" not in pattern]
+        return _snapshot(name, patterns, cache_dir=cache_dir, endpoint=endpoint)
+    path = resolve_model(name, cache_dir=cache_dir, endpoint=endpoint)
+    return path.parent if path.suffix == ".json" else path
+
+
 def _config_from_hub(hub_id: str, *, cache_dir: Path, endpoint: str | None) -> Path:
     from huggingface_hub import hf_hub_download
 
@@ -194,25 +204,26 @@ def kept_snapshot(hub_id: str, cache_dir: Path) -> Path | None:
 
 
 def _download_from_hub(hub_id: str, *, cache_dir: Path, endpoint: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        path = Path(
-            snapshot_download(
-                hub_id,
-                cache_dir=_hub_cache(cache_dir),
-                allow_patterns=list(ALLOW_PATTERNS),
-                endpoint=endpoint,
-            )
-        )
-    # Its HTTP package differs between hub versions, and its Rust part raises bare Exception.
-    except Exception as error:  # noqa: BLE001
-        raise ModelError(_hub_sentence(hub_id, error)) from None
+    path = _snapshot(hub_id, list(ALLOW_PATTERNS), cache_dir=cache_dir, endpoint=endpoint)
     if not any(path.glob("model*.safetensors")):
         raise ModelError(
             f"{hub_id}: has no safetensors weights on the hub; choose a model that has them"
         )
     return path
+
+
+def _snapshot(hub_id: str, patterns: list[str], *, cache_dir: Path, endpoint: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                hub_id, cache_dir=_hub_cache(cache_dir), allow_patterns=patterns, endpoint=endpoint
+            )
+        )
+    # Its HTTP package differs between hub versions, and its Rust part raises bare Exception.
+    except Exception as error:  # noqa: BLE001
+        raise ModelError(_hub_sentence(hub_id, error)) from None
 
 
 def _hub_sentence(hub_id: str, error: Exception) -> str:

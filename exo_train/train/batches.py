@@ -24,7 +24,7 @@ PAD_TOKEN = 0  # any valid id: pads are known by their position, never by their 
 # With m = 4p microbatches a flushed pipeline of p stages idles (p - 1) / (m + p - 1) < 20 %.
 MICROBATCHES_PER_STAGE = 4
 
-_EPOCHS, _VALIDATION = 0, 1  # separate random streams of one seed
+_EPOCHS, _VALIDATION, _WEIGHTS = 0, 1, 2  # separate random streams of one seed
 Item = TypeVar("Item")
 
 
@@ -141,12 +141,27 @@ def split_validation(
     """
     if val_rows >= len(items):
         raise ConfigError(
-            f"'val_rows' {val_rows} leaves nothing to train on: there are {len(items)} rows; "
-            f"ask for at most {len(items) - 1}"
+            f"{val_rows} rows held out of {len(items)} leave nothing to train on; hold out at most "
+            f"{len(items) - 1} ('val_rows' or 'val_split')"
         )
     chosen = set(_permutation(len(items), seed, 0, _VALIDATION)[:val_rows])
     train = tuple(item for index, item in enumerate(items) if index not in chosen)
     return train, tuple(items[index] for index in sorted(chosen))
+
+
+def repeat_items(
+    items: Sequence[Item], *, times: float, seed: int, source: int
+) -> tuple[Item, ...]:
+    """Give the items `times` times; the fraction is a fixed part of them, in their order.
+
+    `source` keeps equal files from having equal parts. At least one item is left.
+    """
+    whole = int(times)
+    num_more = round((times - whole) * len(items))
+    if items and not whole and not num_more:
+        num_more = 1
+    chosen = sorted(_permutation(len(items), seed, source, _WEIGHTS)[:num_more])
+    return tuple(items) * whole + tuple(items[index] for index in chosen)
 
 
 def choose_microbatch_size(batch_size: int, *, num_stages: int) -> int:

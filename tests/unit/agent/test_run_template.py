@@ -20,7 +20,8 @@ from exo_train.errors import DataError
 from exo_train.models.open import open_model
 from exo_train.models.tokenizer import load_tokenizer
 from exo_train.train.chat import encode_prompt
-from exo_train.train.rows import Message, read_data
+from exo_train.train.data_set import read_data
+from exo_train.train.rows import Message
 from tests.tiny_models import CHATML, make_tiny_model
 
 QUESTION = (Message(role="user", content="Hi"),)
@@ -52,7 +53,7 @@ def digest(model: Path, data: Path, chat_template: str) -> str:
     config = TrainConfig(data=str(data), chat_template=chat_template)
     spec, _ = open_model(model)
     encoded = encode_data(
-        read_data(data), config, model_path=model, spec=spec, on_note=lambda note: None
+        read_data(str(data)), config, model_path=model, spec=spec, on_note=lambda note: None
     )
     return fingerprint(encoded.batches.examples, encoded.held_out)
 

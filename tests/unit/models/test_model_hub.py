@@ -24,8 +24,10 @@ from exo_train.models.hub import (
     fetch_wheel_file,
     resolve_config,
     resolve_model,
+    resolve_tokenizer,
 )
 from exo_train.models.open import open_model
+from exo_train.models.tokenizer import load_tokenizer
 from tests.tiny_models import make_tiny_model
 
 COMMIT = "0" * 39 + "1"
@@ -137,9 +139,14 @@ def test_a_dry_run_fetches_the_config_and_no_weights(hub: FakeHub, tmp_path: Pat
     hub.repositories["acme/tiny"] = origin
     config = resolve_config("acme/tiny", cache_dir=tmp_path / "cache", endpoint=hub.endpoint)
     assert config["num_hidden_layers"] == 3
+    place = resolve_tokenizer("acme/tiny", cache_dir=tmp_path / "cache", endpoint=hub.endpoint)
+    text = "the and"
+    assert load_tokenizer(place).encode(text) == load_tokenizer(origin).encode(text)
     assert not any("safetensors" in request for request in hub.requests)
     assert resolve_config(str(origin), cache_dir=tmp_path) == config
     assert resolve_config(str(origin / "config.json"), cache_dir=tmp_path) == config
+    for local in (origin, origin / "config.json"):
+        assert resolve_tokenizer(str(local), cache_dir=tmp_path) == origin
     path = resolve_model("acme/tiny", cache_dir=tmp_path / "cache", endpoint=hub.endpoint)
     open_model(path)
 

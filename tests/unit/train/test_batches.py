@@ -182,7 +182,7 @@ def test_validation_rows_are_taken_out_of_training() -> None:
 
 
 def test_validation_must_leave_rows_to_train_on() -> None:
-    with pytest.raises(ConfigError, match=r"'val_rows' 5 leaves nothing.*at most 4"):
+    with pytest.raises(ConfigError, match=r"5 rows held out of 5 leave nothing.*at most 4"):
         split_validation(tuple(range(5)), val_rows=5, seed=0)
 
 

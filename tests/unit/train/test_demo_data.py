@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from importlib import resources
-from pathlib import Path
 
-from exo_train.train.rows import ChatRow, read_rows
+from exo_train.train.data_set import read_data
+from exo_train.train.rows import ChatRow
 
 
 def demo_rows(name: str) -> list[tuple[str, str, str]]:
     with resources.as_file(resources.files("exo_train.demo") / "data" / name) as path:
-        rows = read_rows(Path(path)).rows
+        rows = read_data(str(path)).train[0].rows
     assert all(isinstance(row, ChatRow) and len(row.messages) == 3 for row in rows)
     contents = [[m.content for m in row.messages] for row in rows if isinstance(row, ChatRow)]
     return [(system, question, answer) for system, question, answer in contents]
