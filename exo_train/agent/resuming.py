@@ -157,7 +157,9 @@ def check_same(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         before, here = str(checkpoint.state.get(key)), str(state[key])
         if before != here:
             raise _other(what, str(checkpoint.path), before, here)
-    stored, now = checkpoint.state.get("options", {}), state["options"]
+    # An option that is younger than the run was not there, so it did what its default does now.
+    stored = TrainConfig().to_dict() | checkpoint.state.get("options", {})
+    now = state["options"]
     names = [name for name, value in now.items() if stored.get(name) != value]
     if names:
         said = ", ".join(f"{name}: {_shown(now[name])}" for name in names)

@@ -117,6 +117,16 @@ def test_another_run_is_refused_with_both_values(
         check_same(checkpoint, now)
 
 
+def test_option_that_is_younger_than_the_run_is_at_its_default(run: Path) -> None:
+    arrays = {"step": np.array(20)}
+    path = save_checkpoint(run, step=20, adapter=arrays, optimizer=arrays, state=state())
+    checkpoint = load_checkpoint(path)
+    options = state()["options"]
+    check_same(checkpoint, state(options={**options, "on_long": "truncate"}))
+    with pytest.raises(ConfigError, match=r"on_long: drop, but .* was trained with truncate"):
+        check_same(checkpoint, state(options={**options, "on_long": "drop"}))
+
+
 def test_a_run_goes_on_with_the_rows_it_keeps(run: Path, tmp_path: Path) -> None:
     """Not with what lies now where its data was: here that may be any file."""
     here = tmp_path / "chats.jsonl"
