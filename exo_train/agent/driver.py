@@ -31,7 +31,7 @@ from exo_train.agent.resuming import (
     newest,
     plan_before,
 )
-from exo_train.agent.run_data import encode_data, fingerprint, read_rows
+from exo_train.agent.run_data import encode_data, fingerprint, rows_of_run
 from exo_train.agent.run_plan import Run, choose_plan
 from exo_train.agent.run_template import keep_template, with_kept_template
 from exo_train.agent.succession import (
@@ -269,7 +269,7 @@ def _read(
     if resume is not None and not config.data:
         model = open_for_run(home, config.model)
         return model, kept_data(resume, config, vocab_size=model.manifest.spec.vocab_size)
-    files = read_rows(config)
+    files = rows_of_run(config)
     if resume is not None:
         config = with_kept_template(config, resume)
     if config.chat_template:

@@ -21,7 +21,7 @@ from exo_train.train.rows import Row
 from exo_train.train.templates import use_template
 
 
-def read_rows(config: TrainConfig) -> DataSet:
+def rows_of_run(config: TrainConfig) -> DataSet:
     """Read the rows that a run's options name, as they say."""
     return read_data(config.data, columns=config.columns, on_bad_row=config.on_bad_row)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from exo_train.agent.run_data import encode_data, parted_rows, read_rows
+from exo_train.agent.run_data import encode_data, parted_rows, rows_of_run
 from exo_train.config import TrainConfig
 from exo_train.models.hub import kept_snapshot
 from exo_train.models.spec import ModelSpec
@@ -81,7 +81,7 @@ class EpochData:
 
 def read_epoch(config: TrainConfig, spec: ModelSpec, *, cache_dir: Path) -> EpochData:
     """Read the rows of `config.data`, and encode them where the tokenizer is here."""
-    files = read_rows(config)
+    files = rows_of_run(config)
     num_rows = len(parted_rows(files, config)[0])
     place = _tokenizer_place(config.model, cache_dir)
     if place is None:

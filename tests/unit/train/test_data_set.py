@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from exo_train.agent.run_data import parted_rows, read_rows
+from exo_train.agent.run_data import parted_rows, rows_of_run
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, DataError
 from exo_train.train.data_set import DataSet, read_data
@@ -267,7 +267,7 @@ def test_no_weight_brings_a_held_out_row_into_training(tmp_path: Path) -> None:
 def test_rows_of_a_run_are_read_as_its_options_say(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"body": "good"}, {"body": 5})
     options = {"data": str(path), "columns": "text=body", "on_bad_row": "drop"}
-    found = read_rows(TrainConfig.from_mapping(options, source=""))
+    found = rows_of_run(TrainConfig.from_mapping(options, source=""))
     assert texts(found.train[0].rows) == ["good"]
 
 
