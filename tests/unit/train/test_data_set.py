@@ -238,7 +238,7 @@ def test_several_kinds_and_duplicates_are_counted(tmp_path: Path) -> None:
 # Weights and rows held out
 
 
-def rows_of_run(data: str, **options: Any) -> tuple[list[str], list[str]]:
+def texts_of_run(data: str, **options: Any) -> tuple[list[str], list[str]]:
     config = TrainConfig.from_mapping({"data": data, **options}, source="")
     train, held_out = parted_rows(read_data(data), config)
     return texts(train), texts(held_out)
@@ -246,22 +246,22 @@ def rows_of_run(data: str, **options: Any) -> tuple[list[str], list[str]]:
 
 def test_weight_is_how_often_a_row_comes_in_an_epoch(tmp_path: Path) -> None:
     a, b = numbered(tmp_path / "a.jsonl", 10, "a"), numbered(tmp_path / "b.jsonl", 8, "b")
-    train, _ = rows_of_run(f"{a}:2.3,{b}:0.5")
+    train, _ = texts_of_run(f"{a}:2.3,{b}:0.5")
     counts = Counter(train)
     assert sorted(count for text, count in counts.items() if text[0] == "a") == [2] * 7 + [3] * 3
     assert sorted(count for text, count in counts.items() if text[0] == "b") == [1] * 4
-    assert rows_of_run(f"{a}:2.3,{b}:0.5")[0] == train, "the part is fixed"
-    assert rows_of_run(f"{a}:2.3,{b}:0.5", seed=1)[0] != train, "by the seed"
-    assert len(rows_of_run(f"{a}:0.001,{b}")[0]) == 9, "a file that is named is not left out"
+    assert texts_of_run(f"{a}:2.3,{b}:0.5")[0] == train, "the part is fixed"
+    assert texts_of_run(f"{a}:2.3,{b}:0.5", seed=1)[0] != train, "by the seed"
+    assert len(texts_of_run(f"{a}:0.001,{b}")[0]) == 9, "a file that is named is not left out"
 
 
 def test_no_weight_brings_a_held_out_row_into_training(tmp_path: Path) -> None:
     a, b = numbered(tmp_path / "a.jsonl", 10, "a"), numbered(tmp_path / "b.jsonl", 10, "b")
-    train, held_out = rows_of_run(f"{a}:3,{b}", val_split=0.26)
+    train, held_out = texts_of_run(f"{a}:3,{b}", val_split=0.26)
     assert len(held_out) == len(set(held_out)) == 5
     assert not set(train) & set(held_out)
     assert len(set(train)) == 15
-    assert rows_of_run(f"{a}:3,{b}", val_rows=5)[1] == held_out, "the same rows, said otherwise"
+    assert texts_of_run(f"{a}:3,{b}", val_rows=5)[1] == held_out, "the same rows, said otherwise"
 
 
 def test_rows_of_a_run_are_read_as_its_options_say(tmp_path: Path) -> None:
