@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +68,28 @@ class Renderer:
     def _rendered(
         self, messages: Sequence[Message], *, answer_next: bool, tools: Sequence[Any]
     ) -> str:
+        """Hand a call's arguments over as an object; as JSON where that is no use to the template.
+
+        Most templates expect the object; those that join texts raise TypeError over it.
+        """
+        try:
+            return self._applied(messages, _object, answer_next=answer_next, tools=tools)
+        except TypeError:
+            if not any(message.more.get("tool_calls") for message in messages):
+                raise
+        return self._applied(messages, _json_text, answer_next=answer_next, tools=tools)
+
+    def _applied(
+        self,
+        messages: Sequence[Message],
+        arguments_as: Callable[[Any], Any],
+        *,
+        answer_next: bool,
+        tools: Sequence[Any],
+    ) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                [_plain(message) for message in messages],
+                [_plain(message, arguments_as) for message in messages],
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=answer_next,
@@ -156,26 +175,36 @@ def with_system_role(messages: Sequence[Message], rule: str, *, where: str) -> t
     return tuple(kept)
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """Give a message as templates expect it: a call's arguments are an object, never its JSON."""
+def _plain(message: Message, arguments_as: Callable[[Any], Any]) -> dict[str, Any]:
     plain = {"role": message.role, "content": message.content, **message.more}
     if isinstance(calls := plain.get("tool_calls"), (list, tuple)):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
+        plain["tool_calls"] = [_plain_call(call, arguments_as) for call in calls]
     return plain
 
 
-def _plain_call(call: Any) -> Any:
+def _plain_call(call: Any, arguments_as: Callable[[Any], Any]) -> Any:
     if not isinstance(call, dict):
         return call
     if isinstance(function := call.get("function"), dict):
-        return {**call, "function": _plain_call(function)}
-    if not isinstance(call.get("arguments"), str):
+        return {**call, "function": _plain_call(function, arguments_as)}
+    if "arguments" not in call:
         return call
+    return {**call, "arguments": arguments_as(call["arguments"])}
+
+
+def _object(arguments: Any) -> Any:
+    """Read arguments that are an object's JSON; all else stays as it is."""
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        arguments = json.loads(call["arguments"])
+        read = json.loads(arguments)
     except ValueError:
-        return call
-    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+        return arguments
+    return read if isinstance(read, dict) else arguments
+
+
+def _json_text(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _called(message: Message) -> list[str]:

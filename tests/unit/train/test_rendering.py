@@ -166,6 +166,21 @@ def test_calls_are_learnt_as_answers_and_results_are_not(
     )
 
 
+@pytest.mark.parametrize("arguments", ['{"a": "é"}', {"a": "é"}], ids=["json", "object"])
+@pytest.mark.parametrize("written", ["tojson", "string"])
+def test_arguments_come_as_the_template_takes_them(
+    arguments: Any, written: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """DeepSeek's distilled models' template joins them to texts, most others write JSON."""
+    template = TOOLS
+    if written == "string":
+        template = TOOLS.replace("arguments | tojson", "arguments + ''")
+        assert template != TOOLS
+    call = {"tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
+    rows = encode(tokenizer, user("Hi"), assistant("", more=call), template=template)
+    assert shown(tokenizer, rows) == '<user>Hi</s><assistant>[call: look {"a": "é"}</s>]'
+
+
 @pytest.mark.parametrize(
     ("messages", "tools", "what"),
     [
