@@ -113,24 +113,21 @@ def _role(item: Mapping[str, Any], number: int, *, is_sharegpt: bool) -> str:
 
 
 def _tool_calls(value: Any, role: str, number: int) -> list[dict[str, Any]]:
-    """Give the calls with their arguments as an object.
+    """Check that each call names its function and that its arguments are JSON, as text or not.
 
-    OpenAI writes arguments as JSON text, which templates would put into quotes once more.
+    They stay as they are: which of the two a chat template wants, its rendering finds out.
     """
     place = f"'tool_calls' of message {number}"
     if role != "assistant":
         raise DataError(f"{place} are the {role}'s; only the assistant calls tools")
-    value = _json_text(value, place)
-    if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
+    calls = _json_text(value, place)
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise DataError(f"{place} must be a list of JSON objects, got {shown(value)}")
-    calls = []
-    for call in value:
+    for call in calls:
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(f"{place} name no function: {shown(call)}")
-        arguments = _json_text(function.get("arguments", {}) or {}, f"the arguments in {place}")
-        function = {**function, "arguments": arguments}
-        calls.append({**call, "function": function} if "function" in call else function)
+        _json_text(function.get("arguments") or "{}", f"the arguments in {place}")
     return calls
 
 

@@ -132,10 +132,7 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 
-def test_tool_calls_are_handed_to_the_template_with_their_arguments_as_an_object(
-    tmp_path: Path,
-) -> None:
-    """OpenAI writes arguments as text, which `tojson` of a template would quote once more."""
+def test_tools_and_calls_are_handed_on_as_the_file_has_them(tmp_path: Path) -> None:
     row = only_row(
         tmp_path,
         {
@@ -152,8 +149,7 @@ def test_tool_calls_are_handed_to_the_template_with_their_arguments_as_an_object
     assert row.tools == tuple(TOOLS)
     call, result = row.messages[1:3]
     assert (call.role, call.content) == ("assistant", "")
-    function = {"name": "weather", "arguments": {"city": "Oslo"}}
-    assert call.more == {"tool_calls": [{"type": "function", "function": function}]}
+    assert call.more == {"tool_calls": [CALL]}
     assert (result.role, result.content) == ("tool", "4 °C")
     assert result.more == {"name": "weather", "tool_call_id": "1"}
 
@@ -254,6 +250,10 @@ def test_wrong_columns_are_refused(tmp_path: Path, columns: tuple[str, ...], sai
         ),
         (chat(USER, {**ANSWER, "tool_calls": "no"}), "must be JSON, got \"no\""),
         (chat(USER, {**ANSWER, "tool_calls": [{"id": "1"}]}), "name no function"),
+        (
+            chat(USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": "{x"}]}),
+            "the arguments in 'tool_calls' of message 2 must be JSON, got \"{x\"",
+        ),
         (chat({**USER, "tool_calls": [CALL]}, ANSWER), "only the assistant calls tools"),
         (chat(USER, {**ANSWER, "train": "no"}), "must be true or false, got \"no\""),
         (chat(USER, {**ANSWER, "weight": 0.5}), "must be 0 or 1, got 0.5"),
