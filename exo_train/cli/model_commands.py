@@ -120,9 +120,6 @@ def plan_command(
     data: Annotated[
         str, typer.Option(help="Rows to train on, as for train: says how long an epoch takes.")
     ] = "",
-    columns: Annotated[
-        str, typer.Option(help="What the columns of --data are to us, as for train.")
-    ] = "",
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per update.")] = 8,
     microbatch_size: Annotated[int, typer.Option(min=0, help="0: chosen.")] = 0,
     max_seq_length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 512,
@@ -149,7 +146,6 @@ def plan_command(
     options = {
         "model": model,
         "data": data,
-        "columns": columns,
         "batch_size": batch_size,
         "microbatch_size": microbatch_size,
         "max_seq_length": max_seq_length,
