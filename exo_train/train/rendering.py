@@ -20,10 +20,22 @@ from exo_train.train.rows import ChatRow, Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Templates that write today's date unless told one (this is Llama 3's own fallback): the same
-# rows must give the same ids when a run is resumed on another day.
+# Templates that write today's date, unless told one, are told this (Llama 3's own fallback): the
+# same rows must give the same ids when a run is resumed on another day.
 TEMPLATE_DATE = "26 Jul 2024"
 _TEMPLATE_DAY = datetime.datetime(2024, 7, 26)
+_DAY_PARTS = {
+    "%F": "2024-07-26",
+    **{f"%-{letter}": _TEMPLATE_DAY.strftime(f"%{letter}").lstrip("0") for letter in "dm"},
+    **{f"%{letter}": _TEMPLATE_DAY.strftime(f"%{letter}") for letter in "aAbBcdHIjmMpSxXyY"},
+}
+# Others ask transformers' `strftime_now`. Functions are not let into a template, so it gets a macro
+# of that name; the line break goes with it (`trim_blocks`).
+_STILL_CLOCK = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f" | replace('{part}', '{value}')" for part, value in _DAY_PARTS.items())
+    + " }}{% endmacro %}\n"
+)
 _JOINT = "\n\n"  # between a system message and the user's, as Gemma 3's template has it
 # What a template's own mistakes come out as, beside its refusals.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError)
@@ -87,14 +99,16 @@ class Renderer:
         answer_next: bool,
         tools: Sequence[Any],
     ) -> str:
+        given_tools = list(tools) or None
+        template = str(self._tokenizer.get_chat_template(tools=given_tools))
         return str(
             self._tokenizer.apply_chat_template(
                 [_plain(message, arguments_as) for message in messages],
-                tools=list(tools) or None,
+                tools=given_tools,
+                chat_template=_STILL_CLOCK * ("strftime_now" in template) + template,
                 tokenize=False,
                 add_generation_prompt=answer_next,
                 date_string=TEMPLATE_DATE,
-                strftime_now=_TEMPLATE_DAY.strftime,
             )
         )
 
