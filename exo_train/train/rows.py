@@ -11,7 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,13 @@ UNSUPPORTED_KEYS = ("tools", "tool_calls", "function_call", "train", "weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
+    """`train`: an assistant's message is learnt; `more`: what the chat template is handed as well
+    (tool calls, a tool's name)."""
+
     role: str
     content: str
+    train: bool = True
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +57,7 @@ class ChatRow:
 
     where: str
     messages: tuple[Message, ...]
+    tools: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
