@@ -1,4 +1,4 @@
-"""`train`: options to a TrainConfig, Ctrl-C to an orderly stop, results to the screen."""
+"""`train`: the command line to options, Ctrl-C to an orderly stop, results to the screen."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
+from exo_train.agent.chosen_options import choose_options
 from exo_train.agent.driver import Outcome, train
 from exo_train.agent.opening import Narrator
-from exo_train.agent.resuming import resumed_options
-from exo_train.agent.yaml_file import read_mapping
+from exo_train.cli.foreign_flags import TrainParser, foreign_flags
 from exo_train.cluster.home import open_home
 from exo_train.config import OPTIONS, TrainConfig
 from exo_train.errors import ConfigError
@@ -33,6 +33,7 @@ LAST_WORDS_S = 0.5  # for a few bytes to each device
 def register(app: typer.Typer) -> None:
     app.command(
         "train",
+        cls=TrainParser,
         epilog="Example: exo-train train HuggingFaceTB/SmolLM2-135M-Instruct --data chats.jsonl "
         "--steps 200",
     )(train_command)
@@ -44,9 +45,20 @@ def train_command(**values: Any) -> None:
     if replan and resume is None:
         raise ConfigError("--replan is for --resume RUN: a new run is planned anyway")
     given = {name: values[name] for name in OPTIONS if values[name] is not None}
-    options = read_options(values["config"], given, resume=resume)
+    chosen = choose_options(
+        values["config"], given | foreign_flags(values["context"]), resume=resume
+    )
+    if values["print_config"]:
+        for note in chosen.notes:
+            typer.echo(note, err=True)
+        typer.echo(chosen.to_json() if as_json else chosen.to_yaml(), nl=as_json)
+        return
+    if resume is None:
+        chosen.require_model_and_data()
     screen = make_screen(as_json=as_json)
-    outcome = run_training(options, screen, resume=resume, replan=replan)
+    if chosen.notes:
+        screen.note("; ".join(chosen.notes))
+    outcome = run_training(chosen.config, screen, resume=resume, replan=replan)
     if as_json:
         typer.echo(
             json.dumps(
@@ -69,6 +81,11 @@ _BESIDE_THE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
         typer.Option(help="With --resume: measure and split anew; else the split is kept."),
         False,
     ),
+    "print_config": (
+        bool,
+        typer.Option(help="Print the options as YAML with where each is from; train nothing."),
+        False,
+    ),
     "as_json": (bool, typer.Option("--json", help="One JSON object a line."), False),
 }
 
@@ -87,15 +104,19 @@ def _signature() -> inspect.Signature:
         )
         for name, option in OPTIONS.items()
     }
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     return inspect.Signature(
         [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=default,
-                annotation=Annotated[kind, about],
-            )
-            for name, (kind, about, default) in (of_config | _BESIDE_THE_OPTIONS).items()
+            context,
+            *(
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=default,
+                    annotation=Annotated[kind, about],
+                )
+                for name, (kind, about, default) in (of_config | _BESIDE_THE_OPTIONS).items()
+            ),
         ]
     )
 
@@ -105,25 +126,6 @@ train_command.__signature__ = _signature()  # type: ignore[attr-defined]
 train_command.__annotations__ = {
     name: parameter.annotation for name, parameter in _signature().parameters.items()
 }
-
-
-def read_options(
-    file: Path | None, given: dict[str, Any], *, resume: Path | None = None
-) -> TrainConfig:
-    """Join file and command line; the command line wins."""
-    if resume is not None:
-        return resumed_options(resume, given if file is None else {**given, "config": file})
-    values: dict[str, Any] = {}
-    if file is not None:
-        values = read_mapping(file, option="--config")
-        TrainConfig.from_mapping(values, source=str(file))
-    options = TrainConfig.from_mapping(
-        {**{k.replace("-", "_"): v for k, v in values.items()}, **given}, source="command line"
-    )
-    for name, what in (("model", "MODEL"), ("data", "--data")):
-        if not getattr(options, name):
-            raise ConfigError(f"{what} is missing; see `exo-train train --help`")
-    return options
 
 
 def run_training(
