@@ -144,7 +144,7 @@ def run_training(
         wants_stop=stop.wanted,
         on_ring=lambda ring: stop.before_end(ring.tell_end),
     )
-    narrator = Narrator(on_note=screen.note, on_plan=screen.plan)
+    narrator = Narrator(on_note=screen.note, on_begin=screen.begin, on_plan=screen.plan)
     with stop:
         try:
             return train(
