@@ -13,7 +13,13 @@ from typing import Annotated
 import typer
 
 import exo_train
-from exo_train.cli import cluster_commands, doctor_command, model_commands, train_command
+from exo_train.cli import (
+    cluster_commands,
+    doctor_command,
+    eval_command,
+    model_commands,
+    train_command,
+)
 from exo_train.errors import ExoTrainError
 
 app = typer.Typer(
@@ -29,6 +35,7 @@ cluster_commands.register(app)
 doctor_command.register(app)
 train_command.register(app)
 model_commands.register(app)
+eval_command.register(app)
 
 
 def _version(wanted: bool) -> None:
