@@ -22,6 +22,7 @@ from exo_train.agent.members import wait_candidates
 from exo_train.agent.opening import Narrator, OpenedModel, open_for_run, own_tls
 from exo_train.agent.recovery import Recovery
 from exo_train.agent.replicating import Replicator
+from exo_train.agent.reporting import Reports, check_installed
 from exo_train.agent.resuming import (
     NOT_COMPARED,
     check_resumed,
@@ -80,7 +81,11 @@ def train(
     """
     if os.environ.get(TIED_VARIABLE):
         watcher = _tied_to_input(watcher)
+    if resume is None:  # a run that is taken over goes on without them
+        check_installed(config.report_to)
     with contextlib.ExitStack() as stack:
+        reports = stack.enter_context(Reports(config, on_note=watcher.on_note))
+        watcher, narrator = reports.carrying(watcher, narrator)
         checkpoint = None
         if resume is not None:
             # Locked before anything is read: what is resumed must not change meanwhile.

@@ -17,6 +17,7 @@ import typer
 from exo_train.agent.chosen_options import choose_options
 from exo_train.agent.driver import Outcome, train
 from exo_train.agent.opening import Narrator
+from exo_train.agent.reporting import check_installed
 from exo_train.cli.foreign_flags import TrainParser, foreign_flags
 from exo_train.cluster.home import open_home
 from exo_train.config import OPTIONS, TrainConfig
@@ -53,6 +54,8 @@ def train_command(**values: Any) -> None:
             typer.echo(note, err=True)
         typer.echo(chosen.to_json() if as_json else chosen.to_yaml(), nl=as_json)
         return
+    if "report_to" in given:  # a resumed run may do without what it once had
+        check_installed(chosen.config.report_to)
     if resume is None:
         chosen.require_model_and_data()
     screen = make_screen(as_json=as_json)

@@ -34,6 +34,7 @@ CHOSEN: dict[str, tuple[Any, Any]] = {
     "min_devices": (2, 3),
     "devices": (["den-pc", "attic"], ["kitchen-mac", "den-pc", "attic"]),
     "layers": (["den-pc:3", "attic:5"], ["attic:8"]),
+    "report_to": (["wandb"], ["tensorboard", "trackio"]),
     "run_dir": ("file-run", "line-run"),
 }
 
