@@ -317,7 +317,12 @@ _TABLE: tuple[Rule, ...] = (
         names=("resume_from_checkpoint",),
         instead="say --resume RUN on the command line, without --config",
     ),
-    Refused(names=("wandb", "use_wandb", "wandb_project"), instead="say --report-to wandb"),
+    Refused(names=("wandb", "use_wandb"), instead="say 'report_to: wandb'"),
+    Refused(
+        names=("project_name", "wandb_project"),
+        instead="say it in WANDB_PROJECT, TRACKIO_PROJECT or SWANLAB_PROJECT in the environment",
+    ),
+    Refused(names=("hf_dataset",), instead="say 'data', a file with its rows"),
     Refused(
         names=("deepspeed", "fsdp", "accelerate"),
         instead="the devices of the cluster are used by themselves: leave it out",
@@ -340,13 +345,21 @@ _NOTHING_LIKE_IT = "there is nothing like it here; leave it out"
 
 
 def _rules() -> dict[str, Rule]:
-    """Give the first rule of each name whose option is here; without one the name is refused."""
+    """Give the first rule of each name whose option is here.
+
+    What is not here may be switched off in a file that is used elsewhere, too.
+    """
     rules: dict[str, Rule] = {}
     for rule in _TABLE:
         if rule.is_here():
             rules |= {name: rules.get(name, rule) for name in rule.names if name not in OPTIONS}
     nothing = {
-        name: Refused(names=rule.names, instead=_NOTHING_LIKE_IT)
+        name: Settled(
+            names=rule.names,
+            accepted=(False,),
+            because="there is nothing like it here",
+            instead=_NOTHING_LIKE_IT,
+        )
         for rule in _TABLE
         for name in rule.names
         if name not in OPTIONS

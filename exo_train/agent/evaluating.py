@@ -127,6 +127,7 @@ def evaluate(
     else:
         raise ConfigError("--data is missing: a model alone has held no rows out")
     model = Generator(home, run_or_model, backend=options.backend)
+    on_note(f"measuring {len(examples)} rows on {model.device}")
     has_adapter = model.adapter_path is not None
     model.use_adapter(False)
     base = _measured(model, examples, config)

@@ -55,6 +55,7 @@ class Generator:
         path = resolve_model(model_name, cache_dir=home.cache)
         spec, source = open_model(path)
         hardware = detect(backend=backend)
+        self.device = f"{hardware.backend}/{hardware.device}"
         self._backend = load_backend(hardware.backend)
         self._stage = self._backend.load_stage(
             spec,

@@ -152,6 +152,13 @@ def test_what_cannot_be_meant_is_refused() -> None:
     assert "say 'data'" in _refusal(datasets=[{"path": "a"}, {"path": "b"}])
 
 
+def test_what_is_not_here_may_be_switched_off() -> None:
+    missing = [name for name, rule in RULES.items() if "nothing like it" in rule.cells()]
+    for name in missing:
+        assert _read(**{name: False}) == {}
+        assert "there is nothing like it here" in _refusal(**{name: True})
+
+
 def test_unknown_name_is_refused_with_the_nearest_of_all() -> None:
     assert _refusal(lora_rr=8) == "ours.yaml: unknown key 'lora_rr'; did you mean 'lora_r'?"
     assert _refusal(zzz=1) == "ours.yaml: unknown key 'zzz'"
