@@ -20,7 +20,7 @@ def test_each_of_thirty_facts_is_taught_five_times_and_asked_twice() -> None:
     taught, asked = (Counter(row.completion for row in _rows(name)) for name in ("train", "valid"))
     assert len(taught) == 30
     assert set(taught.values()) == {5}
-    assert asked == {answer: 2 for answer in taught}
+    assert asked == dict.fromkeys(taught, 2)
 
 
 def test_no_question_is_asked_as_it_was_taught() -> None:
