@@ -157,12 +157,20 @@ def _last_layers(value: Any) -> Values:
     return {"adapter_layers": "all" if number == -1 else f"last:{number:g}"}
 
 
-def _four_bits(value: Any) -> Values:
-    return {"quantize": 4} if value is True else {}
+def _bits(number: int) -> Callable[[Any], Values]:
+    def read(value: Any) -> Values:
+        if not isinstance(value, bool):
+            raise NotHereError("it must be true or false")
+        return {"quantize": number} if value else {}
+
+    return read
 
 
-def _eight_bits(value: Any) -> Values:
-    return {"quantize": 8} if value is True else {}
+def _kind(value: Any) -> Values:
+    """In mlx-lm; "lora" is what there is without DoRA."""
+    if value not in ("lora", "dora"):
+        raise NotHereError("only LoRA and DoRA adapters are trained: lora or dora")
+    return {"dora": value == "dora"}
 
 
 def _optimizer(value: Any) -> Values:
@@ -238,8 +246,8 @@ _TABLE: tuple[Rule, ...] = (
     Renamed(names=("label_smoothing_factor",), option="label_smoothing"),
     Renamed(names=("optim",), option="optimizer", read=_optimizer, about="any AdamW is `adamw`"),
     Renamed(names=("sample_packing",), option="packing"),
-    Renamed(names=("load_in_4bit",), option="quantize", read=_four_bits, is_flag=True, about="4"),
-    Renamed(names=("load_in_8bit",), option="quantize", read=_eight_bits, is_flag=True, about="8"),
+    Renamed(names=("load_in_4bit",), option="quantize", read=_bits(4), is_flag=True, about="4"),
+    Renamed(names=("load_in_8bit",), option="quantize", read=_bits(8), is_flag=True, about="8"),
     Renamed(
         names=("val_set_size", "val_size"),
         option="val_rows",
@@ -289,6 +297,7 @@ _TABLE: tuple[Rule, ...] = (
         because=_SUPERVISED,
         instead='to learn all tokens, give rows as {"text": …}',
     ),
+    Renamed(names=("fine_tune_type",), option="dora", read=_kind, about="where it is `dora`"),
     Settled(
         names=("fine_tune_type", "finetuning_type", "adapter"),
         accepted=("lora",),
