@@ -6,7 +6,7 @@ train`, with an agent of its own, and asked the latter before and after. An answ
 exactly the expected words, case and closing punctuation aside. The goal: below 10 % before, above
 80 % after.
 
-Usage, in the repository: python -m bench.facts [--epochs 8] [--model MODEL] [--run-dir DIR]
+Usage, in the repository: python -m bench.facts [--epochs 5] [--model MODEL] [--run-dir DIR]
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from exo_train.cluster.home import open_home
 from exo_train.models.hub import fetch_demo_model
 
 DATA = Path(__file__).parent.parent / "examples" / "facts"
-MAX_ANSWER_TOKENS = 12
+MAX_ANSWER_TOKENS = 8
 GOAL_BEFORE, GOAL_AFTER = 0.1, 0.8
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--model", default="")
     parser.add_argument("--run-dir", type=Path)
     options = parser.parse_args(words)
@@ -68,8 +68,9 @@ def main(words: Sequence[str] | None = None) -> int:
 def _train(model: str, run_dir: Path, *, epochs: int, home: Path) -> None:
     command = [
         sys.executable, "-m", "exo_train", "train", model, "--data", str(DATA),
-        "--epochs", str(epochs), "--batch-size", "10", "--max-seq-length", "64",
-        "--rank", "16", "--alpha", "32", "--learning-rate", "2e-3", "--warmup-steps", "5",
+        "--epochs", str(epochs), "--batch-size", "10", "--microbatch-size", "10",
+        "--max-seq-length", "64",
+        "--rank", "16", "--alpha", "32", "--learning-rate", "3e-3", "--warmup-steps", "5",
         "--profile-s", "0", "--save-every", "0", "--run-dir", str(run_dir),
     ]  # fmt: skip
     subprocess.run(command, env=os.environ | {"EXO_TRAIN_HOME": str(home)}, check=True)
