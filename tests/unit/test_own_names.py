@@ -15,6 +15,7 @@ from exo_train.cli.main import app
 from exo_train.config import ALL_TARGETS, OPTIONS, TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.own_names import is_foreign, to_own_names
+from exo_train.train.rundir import RunDir
 
 MLX_LM = """
 model: mistral
@@ -237,3 +238,13 @@ def test_print_config_as_json_and_without_model(tmp_path: Path) -> None:
     options = yaml.safe_load(result.stdout)["options"]
     assert options["rank"] == {"value": 4, "source": "command line"}
     assert options["model"] == {"value": "", "source": "default"}
+
+
+def test_resumed_run_takes_foreign_names_as_its_own(tmp_path: Path) -> None:
+    RunDir(tmp_path).write_config(TrainConfig(model="m", rank=4).to_dict())
+    chosen = choose_options(None, {"save_steps": "7"}, resume=tmp_path)
+    assert (chosen.config.save_every, chosen.config.rank) == (7, 4)
+    assert chosen.sources["save_every"] == "command line, as save_steps"
+    assert chosen.sources["rank"] == "the run"
+    with pytest.raises(ConfigError, match="--rank cannot change on --resume: the run has 4"):
+        choose_options(None, {"lora_r": "8"}, resume=tmp_path)
