@@ -132,7 +132,9 @@ class StageOptions:
     """Run-wide settings every stage needs; identical on all ranks.
 
     `adapter_init` "zero" is LoRA's usual start (B = 0); "random" fills B too, so that every
-    gradient is non-zero in a comparison.
+    gradient is non-zero in a comparison. `quantize` is 4 or 8 bits for the projections of an
+    unquantised base, 0: none. `base_weights` "packed" keeps quantised weights as they are, "dense"
+    the same numbers in the compute dtype.
     """
 
     seed: int
@@ -140,3 +142,5 @@ class StageOptions:
     wire_dtype: DType
     checkpoint_activations: bool = False
     adapter_init: str = "zero"
+    quantize: int = 0
+    base_weights: str = "packed"

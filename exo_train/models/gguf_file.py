@@ -90,8 +90,8 @@ class GgufFile:
     def infos(self) -> Mapping[str, TensorInfo]:
         return self._infos
 
-    def file_of(self, name: str) -> Path:
-        return self._file
+    def files_of(self, name: str) -> tuple[Path, ...]:
+        return (self._file,)
 
     def read(self, name: str) -> bytes:
         if name not in self._offsets:

@@ -7,12 +7,15 @@ files or know how tensors are stored.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from exo_train.errors import ConfigError, ModelError
 from exo_train.models.fields import canonical_json, flag, number, whole
+from exo_train.models.quantised_config import KEYS as QUANTISATION_KEYS
+from exo_train.models.quantised_config import Quantisation, read_quantisation
 from exo_train.models.rope import MAX_POSITIONS, RopeSpec
 
 ARCHITECTURES = {
@@ -34,12 +37,20 @@ MAX_CONFIG_CHARS = 1 << 20
 
 Shapes = dict[str, tuple[int, ...]]
 
+_PROJECTION = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.[a-z]+_proj\.weight")
+
+
+def is_projection(name: str) -> bool:
+    """Tell whether a tensor is the matrix of one of a decoder layer's projections."""
+    return _PROJECTION.fullmatch(name) is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A supported decoder; `config_json` is the HF config verbatim as canonical JSON.
 
     `sliding_window` is the window really in effect, in positions; None: full attention.
+    `quantisation` is how a MLX model's matrices are packed; None: they are floats, or a GGUF's.
     """
 
     architecture: str
@@ -58,6 +69,7 @@ class ModelSpec:
     rms_norm_eps: float
     rope: RopeSpec
     config_json: str
+    quantisation: Quantisation | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, place: str) -> ModelSpec:
@@ -96,6 +108,7 @@ class ModelSpec:
             rms_norm_eps=number(config, "rms_norm_eps", place=place, high=0.1),
             rope=RopeSpec.from_config(config, place=place),
             config_json=config_json,
+            quantisation=read_quantisation(config, place=place),
         )
 
     def explicit_config(self) -> dict[str, Any]:
@@ -106,6 +119,8 @@ class ModelSpec:
         """
         config: dict[str, Any] = json.loads(self.config_json)
         config.pop("layer_types", None)  # follows from the window, where it matters
+        for key in QUANTISATION_KEYS:  # how weights lie in files is not the libraries' business
+            config.pop(key, None)
         config.update(
             model_type=self.architecture,
             architectures=[ARCHITECTURES[self.architecture]],
@@ -199,12 +214,6 @@ def _architecture(config: Mapping[str, Any], place: str) -> str:
 
 def _refuse_unsupported(config: Mapping[str, Any], architecture: str, place: str) -> None:
     """Refuse options that one of the backends would ignore in silence."""
-    for key in ("quantization_config", "quantization"):
-        if config.get(key):
-            raise ModelError(
-                f"{place}: the weights are quantised ('{key}'); use the unquantised model, "
-                "or a GGUF file"
-            )
     activation = config.get("hidden_act")
     if activation not in (None, "silu"):
         raise ModelError(f"{place}: 'hidden_act' must be silu, got {activation!r}")

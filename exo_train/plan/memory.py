@@ -18,6 +18,8 @@ ADAPTER_STATE_BYTES = 16
 STATE_COPY_BYTES = 12
 # The loss runs the head over this many tokens at a time; the frozen head needs no logits later.
 LOGITS_CHUNK_TOKENS = 1024
+# PyTorch makes packed weights dense in blocks of rows of so many values.
+DENSE_BLOCK_VALUES = 1 << 24
 # Quantised files keep the embedding and the head in 16 bit.
 MIN_VOCABULARY_BYTES_PER_PARAM = 2.0
 
