@@ -77,6 +77,8 @@ def request_for(
         checkpoint_activations=config.checkpoint_activations,
         with_ends=with_ends,
         budget_s=budget_s,
+        quantize=config.quantize,
+        base_weights=config.base_weights,
     )
 
 

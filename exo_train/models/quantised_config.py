@@ -1,18 +1,22 @@
 """What a model's config says of quantised weights.
 
-Owns the reading of MLX's `quantization` (mlx_lm writes it twice, also as `quantization_config`)
-and the refusal of other ways to quantise, by name. Must not read files.
+Owns the reading of MLX's `quantization` (mlx_lm writes it twice, also as `quantization_config`),
+the same for a GGUF's tensors, and the refusal of other ways to quantise, by name. Must not read
+files.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from exo_train.errors import ModelError
+from exo_train.models.decode import packing_of
 from exo_train.models.fields import whole
 from exo_train.models.packed import Packing
+from exo_train.models.tensors import TensorInfo
 
 KEYS = ("quantization", "quantization_config")
 MAX_OVERRIDES = 1 << 14
@@ -27,7 +31,7 @@ class Quantisation:
     overrides: tuple[tuple[str, Packing | None], ...] = ()
 
     def of(self, module: str) -> Packing | None:
-        return dict(self.overrides).get(module, self.default)
+        return next((given for name, given in self.overrides if name == module), self.default)
 
 
 def read_quantisation(config: Mapping[str, Any], *, place: str) -> Quantisation | None:
@@ -61,6 +65,29 @@ def read_quantisation(config: Mapping[str, Any], *, place: str) -> Quantisation 
             (name, default if entry is True else entry or None) for name, entry in overrides.items()
         ),
     )
+
+
+def quantisation_of(infos: Mapping[str, TensorInfo]) -> dict[str, Any] | None:
+    """Give what `quantization` would say of these tensors; None where none can stay packed."""
+    found = {
+        name.removesuffix(".weight"): packing_of(info.encoding)
+        for name, info in infos.items()
+        if len(info.shape) == 2
+    }
+    counts = Counter(packing for packing in found.values() if packing is not None)
+    if not counts:
+        return None
+    ((default, _),) = counts.most_common(1)
+    others = {
+        module: _entry(packing) if packing else False
+        for module, packing in found.items()
+        if packing != default
+    }
+    return {**_entry(default), **others}
+
+
+def _entry(packing: Packing) -> dict[str, Any]:
+    return {"bits": packing.bits, "group_size": packing.group_size}
 
 
 def _override(entry: dict[str, Any] | bool, *, place: str) -> Packing | bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from exo_train.errors import ConfigError, ModelError
 from exo_train.models.fields import canonical_json, flag, number, whole
+from exo_train.models.packed import Packing, packing_for
 from exo_train.models.quantised_config import KEYS as QUANTISATION_KEYS
 from exo_train.models.quantised_config import Quantisation, read_quantisation
 from exo_train.models.rope import MAX_POSITIONS, RopeSpec
@@ -50,7 +51,7 @@ class ModelSpec:
     """A supported decoder; `config_json` is the HF config verbatim as canonical JSON.
 
     `sliding_window` is the window really in effect, in positions; None: full attention.
-    `quantisation` is how a MLX model's matrices are packed; None: they are floats, or a GGUF's.
+    `quantisation` is how matrices are packed that can stay so; None: none can.
     """
 
     architecture: str
@@ -171,6 +172,27 @@ class ModelSpec:
             raise ConfigError(
                 f"'max_seq_length' {num_tokens} is above the model's sliding window of "
                 f"{self.sliding_window} positions; use {self.sliding_window} or less"
+            )
+
+    def validate_quantize(self, bits: int) -> None:
+        """Refuse to quantise (0: not asked) what is so already, or rows without whole groups."""
+        if not bits:
+            return
+        packed: set[Packing] = set()
+        is_whole = True
+        for name, shape in self.all_tensor_shapes().items():
+            if is_projection(name):
+                module = name.removesuffix(".weight")
+                packing = self.quantisation.of(module) if self.quantisation else None
+                if packing is None:
+                    packing_for(shape[-1], bits, place=f"tensor '{name}'")
+                    is_whole = False
+                else:
+                    packed.add(packing)
+        if is_whole:
+            raise ConfigError(
+                f"'quantize' {bits}: the model's projections are quantised already "
+                f"({' and '.join(sorted(map(str, packed)))}); leave --quantize out"
             )
 
     def _layer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:

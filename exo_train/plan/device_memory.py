@@ -105,7 +105,6 @@ def stage_costs(
     *,
     processor: Processor,
     value_bytes: int,
-    weight_bytes_per_param: float,
     wire_bytes: int,
     lora_rank: int,
     targets: Sequence[str],
@@ -123,7 +122,6 @@ def stage_costs(
     tokens, backend, device = microbatch_size * sequence, processor.backend, processor.device
     embedding, layer, *_, head = pseudo_layer_costs(
         shape,
-        weight_bytes_per_param=weight_bytes_per_param,
         lora_rank=lora_rank,
         targets=targets,
         microbatch_tokens=tokens,
@@ -140,6 +138,10 @@ def stage_costs(
         layer = _mlx_layer(layer, scores_per_position * tokens * sequence, memory)
         # Only the boundary tensors stay in flight; the head's gradient is one of them.
         head = dataclasses.replace(head, per_microbatch_bytes=0)
+        if shape.vocabulary_weights.is_packed and not is_gpu(backend, device):
+            # Made dense as a whole; on a GPU kernels multiply with packed words.
+            dense_bytes = shape.vocab_size * shape.hidden_size * value_bytes
+            head = dataclasses.replace(head, workspace_bytes=head.workspace_bytes + dense_bytes)
         factor, library_bytes = 1.0, MLX_LIBRARY_BYTES
     else:
         on_cpu = not is_gpu(backend, device)

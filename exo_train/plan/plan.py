@@ -12,7 +12,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from exo_train.config import ALL_TARGETS, DTYPES, PIPELINE_SCHEDULES, LoraConfig, OptimizerConfig
+from exo_train.config import (
+    ALL_TARGETS,
+    DTYPES,
+    PIPELINE_SCHEDULES,
+    QUANTIZE_BITS,
+    LoraConfig,
+    OptimizerConfig,
+)
 from exo_train.errors import ProtocolError
 from exo_train.peer import Address, NodeId
 from exo_train.plan.fields import Fields, parse_json
@@ -24,6 +31,7 @@ MAX_RANKS = 256
 MAX_LAYERS = 4096
 MAX_ADDRESSES = 32
 BACKENDS = ("mlx", "torch")
+WEIGHTS_HELD = ("packed", "dense")
 ADAPTER_INITS = ("zero", "random")
 
 _REAL_DTYPES = tuple(name for name in DTYPES if name != "auto")
@@ -46,6 +54,7 @@ class RankPlan:
     stage: StageSpec
     addresses: tuple[Address, ...] = ()
     memory_bytes: int = 0  # what the plan reckons with; read again before the stage is loaded
+    base_weights: str = "packed"
 
     @property
     def key(self) -> Key:
@@ -72,6 +81,7 @@ class Plan:
     seed: int
     checkpoint_activations: bool = False
     adapter_init: str = "zero"
+    quantize: int = 0
 
     @property
     def hash(self) -> str:
@@ -111,6 +121,7 @@ class Plan:
                 seed=fields.whole("seed", low=0),
                 checkpoint_activations=fields.flag("checkpoint_activations"),
                 adapter_init=fields.text("adapter_init", choices=ADAPTER_INITS),
+                quantize=fields.whole("quantize", low=0, high=max(QUANTIZE_BITS)),
             )
         plan.validate()
         return plan
@@ -119,6 +130,8 @@ class Plan:
         """Refuse a plan in which a layer, a rank or a device is missing or there twice."""
         if not self.ranks:
             raise ProtocolError("plan has no ranks")
+        if self.quantize not in QUANTIZE_BITS:
+            raise ProtocolError(f"plan.quantize must be 0, 4 or 8, not {self.quantize}")
         for place, rank in enumerate(self.ranks):
             if rank.rank != place:
                 raise ProtocolError(f"plan lists rank {rank.rank} ({rank.name}) at place {place}")
@@ -196,6 +209,7 @@ def _rank_from(value: object, place: str) -> RankPlan:
             stage=_stage_from(fields.inner("stage"), place),
             addresses=fields.each("addresses", most=MAX_ADDRESSES, read=_address_from),
             memory_bytes=fields.whole("memory_bytes", low=0),
+            base_weights=fields.text("base_weights", choices=WEIGHTS_HELD),
         )
 
 

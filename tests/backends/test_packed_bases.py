@@ -12,7 +12,9 @@ import mlx.core as mx
 import mlx_lm.utils
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
+from safetensors.numpy import load_file, save_file
 
 from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.mlx_packed import PackedLinear
@@ -29,7 +31,7 @@ from tests.backends.hand_ring import (
     train,
 )
 from tests.packed_models import SIZES, dense_model, make_packed_model
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import make_tiny_gguf, make_tiny_model
 
 NUM_LAYERS = 2
 BACKENDS = ("mlx", "torch")
@@ -165,3 +167,54 @@ def test_a_model_that_mlx_lm_quantised_answers_as_in_mlx_lm(
             stage, prompt, max_tokens=12, temperature=0.0, seed=0, stop_ids=set()
         )
         assert list(tokens) == expected
+
+
+@pytest.mark.parametrize("stored", ["Q4_0", "Q4_1", "Q8_0", "Q5_0"])
+def test_a_gguf_trains_the_same_packed_and_dense(tmp_path: Path, stored: str) -> None:
+    """Rows of q and k lie in another order there; a Q5_0 has no packed form and becomes dense."""
+    model = make_tiny_gguf(tmp_path / "m.gguf", encoding=stored, num_layers=NUM_LAYERS, **SIZES)
+    expected = train(load(model, ["torch"], options=DENSE), steps=2)
+    for backend in BACKENDS:
+        assert_same_numbers(train(load(model, [backend]), steps=2), expected)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_base_quantised_by_the_run_is_the_one_mlx_would_make(tmp_path: Path, bits: int) -> None:
+    """Its projections only, in groups of 32 where 64 do not divide; in a ring as on one device."""
+    sizes = {"hidden_size": 128, "intermediate_size": 96}
+    plain = make_tiny_model(tmp_path / "plain", num_layers=NUM_LAYERS, **sizes)
+    weights = load_file(plain / "model.safetensors")
+    with mx.stream(mx.cpu):
+        for name, weight in weights.items():
+            if name.endswith("_proj.weight"):
+                how = {"group_size": 32 if "down" in name else 64, "bits": bits}
+                parts = mx.quantize(mx.array(weight), **how)
+                weights[name] = np.array(mx.dequantize(*parts, **how))
+    rounded = make_tiny_model(tmp_path / "rounded", num_layers=NUM_LAYERS, **sizes)
+    save_file(weights, rounded / "model.safetensors", {"format": "pt"})
+    expected = train(load(rounded, ["torch"]), steps=2)
+    packed = dataclasses.replace(OPTIONS, quantize=bits)
+    for backend in BACKENDS:
+        assert_same_numbers(train(load(plain, [backend], options=packed), steps=2), expected)
+    ring = load(plain, ["mlx", "torch"], bounds=(0, 1, 2), options=packed)
+    assert_same_numbers(train(ring, steps=2), expected)
+    in_full = train(load(plain, ["torch"]), steps=2)
+    with pytest.raises(AssertionError):  # the comparison can fail
+        assert_same_numbers(in_full, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_packed_stage_holds_no_dense_projection(uneven: Path, backend: str) -> None:
+    """By every array of the model: words, scales, norms, and what was left unquantised."""
+    (stage,) = load(uneven, [backend])
+    model = stage._model  # type: ignore[attr-defined]
+    if backend == "torch":
+        arrays = [value for _, value in (*model.named_parameters(), *model.named_buffers())]
+        num_bytes = sum(array.numel() * array.element_size() for array in arrays)
+    else:
+        num_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    _, source = open_model(uneven)
+    stored = sum(info.num_bytes for info in source.infos.values())
+    adapter = sum(array.nbytes for array in stage.adapter().values())
+    rope = 4096
+    assert stored <= num_bytes <= stored + adapter + rope

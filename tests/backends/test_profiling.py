@@ -98,7 +98,6 @@ def test_bytes_in_flight_are_those_of_the_planner() -> None:
         assert times.memory is not None
         planned_bytes = pseudo_layer_costs(
             shape,
-            weight_bytes_per_param=4,
             lora_rank=8,
             targets=LoraConfig().targets,
             microbatch_tokens=512,
