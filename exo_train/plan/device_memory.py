@@ -136,12 +136,7 @@ def stage_costs(
         memory = measured.scaled(microbatch_size, sequence, scores_per_position=per_position)
     if backend == "mlx":
         layer = _mlx_layer(layer, scores_per_position * tokens * sequence, memory)
-        # Only the boundary tensors stay in flight; the head's gradient is one of them.
-        head = dataclasses.replace(head, per_microbatch_bytes=0)
-        if shape.vocabulary_weights.is_packed and not is_gpu(backend, device):
-            # Made dense as a whole; on a GPU kernels multiply with packed words.
-            dense_bytes = shape.vocab_size * shape.hidden_size * value_bytes
-            head = dataclasses.replace(head, workspace_bytes=head.workspace_bytes + dense_bytes)
+        head = _mlx_head(head, shape, value_bytes, on_cpu=not is_gpu(backend, device))
         factor, library_bytes = 1.0, MLX_LIBRARY_BYTES
     else:
         on_cpu = not is_gpu(backend, device)
@@ -199,6 +194,19 @@ def _mlx_layer(layer: LayerCost, scores_bytes: int, memory: BlockMemory | None) 
         computing_bytes=layer_bytes,
         per_microbatch_bytes=0,
         workspace_bytes=workspace_bytes,
+    )
+
+
+def _mlx_head(head: LayerCost, shape: ModelShape, value_bytes: int, *, on_cpu: bool) -> LayerCost:
+    """Only the boundary tensors stay in flight; the head's gradient is one of them.
+
+    A packed head is made dense as a whole on a CPU; on a GPU kernels multiply with packed words.
+    """
+    dense_bytes = 0
+    if shape.vocabulary_weights.is_packed and on_cpu:
+        dense_bytes = shape.vocab_size * shape.hidden_size * value_bytes
+    return dataclasses.replace(
+        head, per_microbatch_bytes=0, workspace_bytes=head.workspace_bytes + dense_bytes
     )
 
 

@@ -75,6 +75,11 @@ class ModelShape:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def widest_values(self) -> int:
+        """Count the values of the largest projection."""
+        return self.hidden_size * max(self.intermediate_size, self.attention_size)
+
     def projection(self, target: str) -> tuple[int, int]:
         """Give (inputs, outputs) of the projection called `target`."""
         h, a, k, f = self.hidden_size, self.attention_size, self.kv_size, self.intermediate_size
@@ -155,20 +160,13 @@ def pseudo_layer_costs(
     adapter_bytes = ADAPTER_STATE_BYTES * num_values
     copies_bytes = (copies.own + copies.neighbours) * STATE_COPY_BYTES * num_values
     tied_copies_bytes = shape.num_layers * copies.neighbours * STATE_COPY_BYTES * num_values
-    norms = 2 * shape.hidden_size
-    weight_bytes = norms * activation_bytes + _rounded(
-        (decoder_params(shape) - norms) * shape.layer_weights.bytes_per_value(activation_bytes)
-    )
+    weight_bytes = layer_weight_bytes(shape, activation_bytes)
     layer = LayerCost(
         static_bytes=weight_bytes + adapter_bytes + copies_bytes,
         per_microbatch_bytes=layer_input if checkpoint_activations else activations,
         workspace_bytes=gradients
         + (activations if checkpoint_activations else 0)
-        + _unpacked_bytes(
-            shape.layer_weights,
-            shape.intermediate_size * shape.hidden_size,
-            activation_bytes,
-        ),
+        + _unpacked_bytes(shape.layer_weights, shape.widest_values, activation_bytes),
         adapter_bytes=adapter_bytes,
         copies_bytes=copies_bytes,
     )
@@ -190,6 +188,13 @@ def pseudo_layer_costs(
         tied_copies_bytes=tied_copies_bytes,
     )
     return (embedding, *[layer] * shape.num_layers, head)
+
+
+def layer_weight_bytes(shape: ModelShape, value_bytes: int) -> int:
+    """Give a layer's projections in their form, and its norms."""
+    norms = 2 * shape.hidden_size
+    per_value = shape.layer_weights.bytes_per_value(value_bytes)
+    return norms * value_bytes + _rounded((decoder_params(shape) - norms) * per_value)
 
 
 def _unpacked_bytes(form: WeightForm, num_values: int, value_bytes: int) -> int:

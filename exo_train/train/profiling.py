@@ -76,9 +76,8 @@ def profile(
     """
     spec.validate_max_seq_length(sequence)
     process_bytes = process_size(backend, device)
-    spec = _with_two_layers(spec)
     timer = StageTimer(
-        spec,
+        _with_two_layers(spec),
         backend=backend,
         device=device,
         lora=lora,
@@ -94,8 +93,7 @@ def profile(
         sequence=sequence,
         clock=clock,
     )
-    one_s, two_s, head_s, embedding_s = (share * budget_s for share in SHARES)
-    slow_s = SLOW_SHARE * budget_s
+    one_s, two_s, head_s, embedding_s, slow_s = (s * budget_s for s in (*SHARES, SLOW_SHARE))
     started_s, processor_started_s = clock(), processor_clock()
     one = timer.measure(_stage(0, 1), limit_s=one_s, slow_s=slow_s)
     slow = one.total_s > slow_s
@@ -103,7 +101,7 @@ def profile(
     layer = LayerFit.of(one, two)
     ends = None
     if with_ends:
-        num = spec.num_layers
+        num = max(2, spec.num_layers)
         last, first = _stage(num - 1, num, head=True), _stage(0, 1, embedding=True)
         head = timer.measure(last, limit_s=head_s, slow_s=0.0 if slow else math.inf)
         # Looking tokens up takes no time worth measuring on a device where a layer takes long.
