@@ -209,6 +209,8 @@ def test_unknown_template_is_refused_before_any_model_is_looked_for(
     assert code == 2
     assert_one_sentence(error)
     assert "did you mean 'chatml'?" in error
+
+
 def test_a_quantised_base_is_not_quantised_again(
     tmp_path: Path, run: Callable[..., tuple[int, str]]
 ) -> None:
