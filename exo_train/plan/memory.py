@@ -9,8 +9,9 @@ another backend adds is `device_memory`'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+from exo_train.lora_config import LoraConfig, densest_layer
 
 # Each trained value has an fp32 parameter, its gradient and AdamW's two moments: 4 x 4 bytes.
 ADAPTER_STATE_BYTES = 16
@@ -136,8 +137,7 @@ NO_COPIES = Copies(own=0, neighbours=0)
 def pseudo_layer_costs(
     shape: ModelShape,
     *,
-    lora_rank: int,
-    targets: Sequence[str],
+    lora: LoraConfig,
     microbatch_tokens: int,
     activation_bytes: int,
     checkpoint_activations: bool,
@@ -145,18 +145,19 @@ def pseudo_layer_costs(
 ) -> tuple[LayerCost, ...]:
     """Give the costs of embedding, decoder layers and head, in that order.
 
-    Weights that are not packed take `activation_bytes` too.
+    Weights that are not packed take `activation_bytes` too. Each layer is reckoned with all
+    adapters that any layer has.
     """
     n = microbatch_tokens
     activations = n * activation_bytes_per_token(
-        shape, lora_rank=lora_rank, targets=targets, activation_bytes=activation_bytes
+        shape, lora=lora, activation_bytes=activation_bytes
     )
     # The gradients of gate, up and their product live at the same time (derived).
     gradients = 3 * n * shape.intermediate_size * activation_bytes
     # A checkpointed layer keeps its input and recomputes the rest when its gradient comes
     # (Chen et al. 2016, arXiv:1604.06174).
     layer_input = n * shape.hidden_size * activation_bytes
-    num_values = adapter_params(shape, lora_rank=lora_rank, targets=targets)
+    num_values = adapter_params(shape, lora)
     adapter_bytes = ADAPTER_STATE_BYTES * num_values
     copies_bytes = (copies.own + copies.neighbours) * STATE_COPY_BYTES * num_values
     tied_copies_bytes = shape.num_layers * copies.neighbours * STATE_COPY_BYTES * num_values
@@ -225,13 +226,20 @@ def decoder_params(shape: ModelShape) -> int:
     )
 
 
-def adapter_params(shape: ModelShape, *, lora_rank: int, targets: Sequence[str]) -> int:
-    """Count a layer's adapter: r (inputs + outputs) per target (Hu et al. 2021, section 4)."""
-    return lora_rank * sum(sum(shape.projection(target)) for target in targets)
+def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
+    """Count a layer's adapters: r (inputs + outputs) per target (Hu et al. 2021, section 4).
+
+    DoRA has one value more per output (Liu et al. 2024, section 4.1).
+    """
+    num_values = 0
+    for target, rank in densest_layer(lora, shape.num_layers).items():
+        inputs, outputs = shape.projection(target)
+        num_values += rank * (inputs + outputs) + outputs * lora.dora
+    return num_values
 
 
 def activation_bytes_per_token(
-    shape: ModelShape, *, lora_rank: int, targets: Sequence[str], activation_bytes: int
+    shape: ModelShape, *, lora: LoraConfig, activation_bytes: int
 ) -> int:
     """Give what one decoder layer keeps per token for its backward pass, without checkpointing.
 
@@ -241,13 +249,16 @@ def activation_bytes_per_token(
     fp32 sums of softmax and norms. Measured: bytes seen by `saved_tensors_hooks` in the PyTorch
     stage (transformers 5.24, sdpa), h=256, f=704, fp32 and bf16, all targets and q, v: equal.
     PEFT keeps an fp32 copy of each adapter's input instead, 1.6 times as much in bf16.
+    DoRA keeps each projection's output before it is given its length as well (derived).
     """
+    ranks = densest_layer(lora, shape.num_layers)
     h, f = shape.hidden_size, shape.intermediate_size
     values = 2 * shape.attention_size + 2 * shape.kv_size + 3 * f
-    values += h * (not {"q_proj", "k_proj", "v_proj"}.isdisjoint(targets))
-    values += h * (not {"gate_proj", "up_proj"}.isdisjoint(targets))
-    values += f * ("down_proj" in targets)
-    fp32_values = 2 * h + lora_rank * len(targets) + shape.num_heads + 2
+    values += h * (not {"q_proj", "k_proj", "v_proj"}.isdisjoint(ranks))
+    values += h * (not {"gate_proj", "up_proj"}.isdisjoint(ranks))
+    values += f * ("down_proj" in ranks)
+    values += lora.dora * sum(shape.projection(target)[1] for target in ranks)
+    fp32_values = 2 * h + sum(ranks.values()) + shape.num_heads + 2
     return values * activation_bytes + fp32_values * _FP32_BYTES
 
 

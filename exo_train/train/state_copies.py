@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 
 from google.protobuf.message import DecodeError
 
-from exo_train.backends.lora import adapter_prefix, moment_names
-from exo_train.config import LoraConfig
+from exo_train.backends.lora import adapter_shapes, moment_names
 from exo_train.errors import ExoTrainError, ProtocolError
+from exo_train.lora_config import LoraConfig
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.history import StepId, shadow_holder
 from exo_train.plan.plan import Plan
@@ -36,17 +36,9 @@ log = logging.getLogger(__name__)
 
 def state_layout(spec: ModelSpec, lora: LoraConfig, stage: StageSpec) -> Layout:
     """Give every array of the stage's adapter and optimizer state, as the plan has them."""
-    shapes = spec.tensor_shapes(start=stage.start, end=stage.end, embedding=False, head=False)
     layout: Layout = {"step": ("<i8", ())}
-    for layer in stage.layers:
-        for target in lora.targets:
-            prefix = adapter_prefix(layer, target)
-            out_features, in_features = shapes[f"{prefix}.weight"]
-            for name, shape in (
-                (f"{prefix}.lora_a", (in_features, lora.rank)),
-                (f"{prefix}.lora_b", (lora.rank, out_features)),
-            ):
-                layout |= dict.fromkeys((name, *moment_names(name)), ("<f4", shape))
+    for name, shape in adapter_shapes(spec, stage, lora).items():
+        layout |= dict.fromkeys((name, *moment_names(name)), ("<f4", shape))
     return layout
 
 
