@@ -163,6 +163,12 @@ class TrainConfig:
     alpha_pattern: tuple[str, ...] = option(
         (), "Alphas that differ: q_proj=32,down_proj=8", group=ADAPTER
     )
+    init_adapter: str = option(
+        "",
+        "Start from this adapter: a PEFT or mlx-lm folder, or a run; it settles rank, alpha, "
+        "targets and layers",
+        group=ADAPTER,
+    )
     weight_decay: float = option(0.0, "AdamW's", group=RATE, minimum=0)
     max_grad_norm: float = option(
         1.0, "Global clipping over all devices; 0: none", group=RATE, minimum=0

@@ -35,6 +35,7 @@ from exo_train.agent.resuming import (
 from exo_train.agent.run_data import encode_data, fingerprint, rows_of_run
 from exo_train.agent.run_plan import Run, choose_plan
 from exo_train.agent.run_template import keep_template, with_kept_template
+from exo_train.agent.starting_adapter import check_adapter_options, first_checkpoint
 from exo_train.agent.succession import (
     TIED_VARIABLE,
     Succession,
@@ -151,6 +152,9 @@ def _train(
     directory.write_config(_absolute(config, model.path, run_dir, resume))
     _write_succession(directory.path, chosen.plan.run_id, config, model, household)
     _check_space(directory.path, model, config, data, checkpoint)
+    if config.init_adapter and checkpoint is None:
+        checkpoint = first_checkpoint(directory.path, config, model.manifest.spec, state)
+        watcher.on_note(f"the run starts from the adapter {config.init_adapter}")
     ring = stack.enter_context(household.ring_of(chosen.plan))
     recovery = Recovery(
         ring, run, chosen, household, on_note=narrator.on_note, wants_stop=watcher.wants_stop
@@ -315,6 +319,7 @@ def _read(
     spec = model.manifest.spec
     spec.validate_max_seq_length(config.max_seq_length)
     spec.validate_quantize(config.quantize)
+    check_adapter_options(config, spec)
     data = encode_data(files, config, model_path=model.path, spec=spec, on_note=narrator.on_note)
     return model, data
 
@@ -357,4 +362,6 @@ def _absolute(
     plain["run_dir"] = str(run_dir.resolve())
     if resume is None and config.chat_template and config.chat_template not in KNOWN_TEMPLATES:
         plain["chat_template"] = str(Path(config.chat_template).expanduser().resolve())
+    if config.init_adapter:
+        plain["init_adapter"] = str(Path(config.init_adapter).expanduser().resolve())
     return plain

@@ -27,8 +27,9 @@ RESUME_MAY_CHANGE = (
     "save_every", "save_minutes", "keep", "shadow", "takeover", "step_timeout_s",
     "report_to", "base_weights",
 )  # fmt: skip
-# A template is kept with the run; what it makes of the rows is compared with the data.
-NOT_COMPARED = (*RESUME_MAY_CHANGE, "run_dir", "chat_template")
+# A template is kept with the run; what it makes of the rows is compared with the data. An adapter
+# that a run started from is its step 0.
+NOT_COMPARED = (*RESUME_MAY_CHANGE, "run_dir", "chat_template", "init_adapter")
 
 
 def resumed_options(run: Path, changes: Mapping[str, Any]) -> TrainConfig:

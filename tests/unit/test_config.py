@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -15,7 +17,8 @@ from exo_train.agent.chosen_options import choose_options
 from exo_train.agent.resuming import RESUME_MAY_CHANGE
 from exo_train.config import OPTIONS, TrainConfig
 from exo_train.errors import ConfigError
-from exo_train.lora_config import ALL_TARGETS
+from exo_train.export.adapters import write_adapters
+from exo_train.lora_config import ALL_TARGETS, placements
 from exo_train.options import Option
 from exo_train.train.rundir import RunDir
 
@@ -24,6 +27,23 @@ DEFAULTS = TrainConfig().to_dict()
 NUMBERS = [name for name, value in DEFAULTS.items() if type(value) in (int, float)]
 WHOLE_NUMBERS = [name for name, value in DEFAULTS.items() if type(value) is int]
 FRACTIONS = [name for name in NUMBERS if name not in WHOLE_NUMBERS]
+
+_ADAPTERS = tempfile.TemporaryDirectory()
+
+
+def _adapter(name: str) -> str:
+    """Write an adapter of the usual kind, for a model of one tiny layer."""
+    usual = TrainConfig().lora
+    arrays = {
+        f"{place.prefix}.lora_{part}": np.ones((8, 8), np.float32)
+        for place in placements(usual, 1)
+        for part in "ab"
+    }
+    paths = write_adapters(
+        Path(_ADAPTERS.name) / name, arrays, lora=usual, base_model="tiny", num_layers=1, steps=1
+    )
+    return str(paths.peft)
+
 
 # Two different values of an option, the file's and the command line's: those that cannot be made
 # of its range.
@@ -41,6 +61,8 @@ CHOSEN: dict[str, tuple[Any, Any]] = {
     "alpha": (32.0, 64.0),
     "scale": (8.0, 16.0),
     "rslora": (True, False),
+    # Read as soon as they are named; of the usual kind, so that they settle nothing else.
+    "init_adapter": (_adapter("file"), _adapter("line")),
     "shadow": ("off", "4"),
     "min_devices": (2, 3),
     "devices": (["den-pc", "attic"], ["kitchen-mac", "den-pc", "attic"]),
