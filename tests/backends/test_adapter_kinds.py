@@ -14,7 +14,10 @@ import torch
 import transformers
 
 from exo_train.backends.base import Arrays
+from exo_train.backends.lora import adapter_sentence, count_trainable, is_adapter
 from exo_train.lora_config import LoraConfig, placements
+from exo_train.plan.stages import StageSpec
+from exo_train.train.state_copies import state_layout
 from exo_train.wire.tensor import DType
 from tests.backends.hand_ring import (
     LORA,
@@ -26,6 +29,7 @@ from tests.backends.hand_ring import (
     load_ring,
     relative_error,
     rows,
+    tiny,
     train,
 )
 from tests.backends.test_oracles import model_directory, plain_loss
@@ -87,6 +91,23 @@ def test_each_kind_trains_just_its_arrays() -> None:
     assert set(one_stage("one module").adapter) == {
         f"model.layers.0.mlp.up_proj.lora_{part}" for part in "ab"
     }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_ranks_may_send_is_what_they_have(kind: str) -> None:
+    """Anything else is refused by whoever collects it or holds a copy."""
+    run = one_stage(kind)
+    spec, _ = tiny(BIASED)
+    whole = StageSpec(start=0, end=NUM_LAYERS, embedding=True, head=True)
+    layout = state_layout(spec, KINDS[kind], whole)
+    held = {**run.adapter, **run.optimizer_state}
+    assert {name: shape for name, (_, shape) in layout.items()} == {
+        name: array.shape for name, array in held.items()
+    }
+    assert {name for name in layout if is_adapter(name)} == run.adapter.keys()
+    trainable = count_trainable(spec, KINDS[kind])
+    assert trainable.num_values == sum(array.size for array in run.adapter.values())
+    assert f"{trainable.num_values:,} of" in adapter_sentence(spec, KINDS[kind])
 
 
 @pytest.mark.parametrize("backend", ["mlx", "torch"])

@@ -75,6 +75,8 @@ def test_a_device_that_is_lost_takes_nothing_along(
     household = household_of(tiny_model, ["torch"] * 3, faults={f"device{victim}": fault})
     disturbed = run_in(household, tmp_path / "run", config)
     assert disturbed.losses == pytest.approx(undisturbed.losses, rel=1e-5)
+    (interruption,) = disturbed.progress.interruptions
+    assert interruption.steps_lost <= 1
     assert disturbed.plan.generation == 2
     assert disturbed.losses[-1] < disturbed.losses[0]
 
