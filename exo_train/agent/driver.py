@@ -152,9 +152,7 @@ def _train(
     directory.write_config(_absolute(config, model.path, run_dir, resume))
     _write_succession(directory.path, chosen.plan.run_id, config, model, household)
     _check_space(directory.path, model, config, data, checkpoint)
-    if config.init_adapter and checkpoint is None:
-        checkpoint = first_checkpoint(directory.path, config, model.manifest.spec, state)
-        watcher.on_note(f"the run starts from the adapter {config.init_adapter}")
+    checkpoint = checkpoint or _first(directory.path, config, model, state, watcher)
     ring = stack.enter_context(household.ring_of(chosen.plan))
     recovery = Recovery(
         ring, run, chosen, household, on_note=narrator.on_note, wants_stop=watcher.wants_stop
@@ -163,6 +161,21 @@ def _train(
     return _train_on(
         ring, config, data, directory, model, watcher, household, recovery, checkpoint, state, pause
     )
+
+
+def _first(
+    run_dir: Path,
+    config: TrainConfig,
+    model: OpenedModel,
+    state: dict[str, Any],
+    watcher: Watcher,
+) -> Checkpoint | None:
+    """Give the adapter that a new run starts from, as its step 0; None: from nothing."""
+    if not config.init_adapter:
+        return None
+    checkpoint = first_checkpoint(run_dir, config, model.manifest.spec, state)
+    watcher.on_note(f"the run starts from the adapter {config.init_adapter}")
+    return checkpoint
 
 
 def _train_on(

@@ -29,6 +29,7 @@ from tests.ring.disturbed_runs import (
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("disturbed"), pytest.mark.timeout(300)]
 
+
 def extended(*values: str) -> Any:
     """More of the same kind: run by `make test-extended`."""
     return pytest.param(*values, marks=pytest.mark.extended)
