@@ -22,7 +22,7 @@ from exo_train.lora_config import (
     check_words,
     read_pattern,
 )
-from exo_train.options import check_ranges, option, options_of, read_values
+from exo_train.options import check_ranges, nearest, option, options_of, read_values
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 LR_SCHEDULES = ("cosine", "constant")

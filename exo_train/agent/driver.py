@@ -144,11 +144,10 @@ def _train(
     directory = RunDir.create(run_dir, allow_existing=resume is not None)
     if resume is None:
         stack.enter_context(directory.in_use())
+        keep_template(directory.path, config, model_path=model.path)
     if config.data:  # given, perhaps as the kept rows are damaged
         write_rows(directory.path, train=data.batches.examples, held_out=data.held_out)
     # From here on the run can be taken up again with --resume, even from step 0.
-    if resume is None:
-        keep_template(directory.path, config, model_path=model.path)
     directory.write_config(_absolute(config, model.path, run_dir, resume))
     _write_succession(directory.path, chosen.plan.run_id, config, model, household)
     _check_space(directory.path, model, config, data, checkpoint)
