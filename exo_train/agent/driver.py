@@ -141,7 +141,6 @@ def _train(
         run, candidates, household.asking(fresh=replan), before=None if replan else before
     )
     chosen = chosen.following(before) if before else chosen
-    narrator.on_note(_padding_note(data, chosen.plan))
     directory = RunDir.create(run_dir, allow_existing=resume is not None)
     if resume is None:
         stack.enter_context(directory.in_use())
@@ -176,6 +175,7 @@ def _train_on(
     state: dict[str, Any],
     pause: DiskPause,
 ) -> Outcome:
+    watcher.on_note(_padding_note(data, ring.plan))
     replicator = Replicator(
         ring.plan.run_id,
         directory.path,
