@@ -146,8 +146,7 @@ def pseudo_layer_costs(
 ) -> tuple[LayerCost, ...]:
     """Give the costs of embedding, decoder layers and head, in that order.
 
-    Weights that are not packed take `activation_bytes` too. `masked` as in
-    `activation_bytes_per_token`.
+    Weights that are not packed take `activation_bytes` too. `masked`: `activation_bytes_per_token`.
     """
     n = microbatch_tokens
     activations = n * activation_bytes_per_token(
