@@ -44,6 +44,7 @@ from exo_train.agent.succession import (
 )
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
+from exo_train.plan.plan import Plan
 from exo_train.plan.stages import StageSpec
 from exo_train.shell import command_line
 from exo_train.train.beginning import Beginning, beginning_of
@@ -190,6 +191,7 @@ def _train_on(
     state: dict[str, Any],
     pause: DiskPause,
 ) -> Outcome:
+    watcher.on_note(_padding_note(data, ring.plan))
     replicator = Replicator(
         ring.plan.run_id,
         directory.path,
@@ -239,6 +241,12 @@ def _tied_to_input(watcher: Watcher) -> Watcher:
 
     threading.Thread(target=wait_ended, name="tied", daemon=True).start()
     return replace(watcher, wants_stop=lambda: ended.is_set() or watcher.wants_stop())
+
+
+def _padding_note(data: Data, plan: Plan) -> str:
+    return data.batches.padding_note(
+        microbatch_size=plan.microbatch_size, max_seq_length=plan.max_seq_length
+    )
 
 
 def _num_steps(config: TrainConfig, data: Data) -> int:

@@ -141,16 +141,17 @@ def pseudo_layer_costs(
     microbatch_tokens: int,
     activation_bytes: int,
     checkpoint_activations: bool,
+    masked: bool = False,
     copies: Copies = NO_COPIES,
 ) -> tuple[LayerCost, ...]:
     """Give the costs of embedding, decoder layers and head, in that order.
 
     Weights that are not packed take `activation_bytes` too. Each layer is reckoned with all
-    adapters that any layer has.
+    adapters that any layer has. `masked`: `activation_bytes_per_token`.
     """
     n = microbatch_tokens
     activations = n * activation_bytes_per_token(
-        shape, lora=lora, activation_bytes=activation_bytes
+        shape, lora=lora, activation_bytes=activation_bytes, masked=masked
     )
     # The gradients of gate, up and their product live at the same time (derived).
     gradients = 3 * n * shape.intermediate_size * activation_bytes
@@ -205,11 +206,15 @@ def _unpacked_bytes(form: WeightForm, num_values: int, value_bytes: int) -> int:
     return min(num_values, DENSE_BLOCK_VALUES) * (1 + 2 * value_bytes)
 
 
-def boundary_cost(*, hidden_size: int, microbatch_tokens: int, wire_bytes: int) -> LayerCost:
-    """Give what every stage adds per microbatch: the tensor received and the one on its way out."""
-    return LayerCost(
-        static_bytes=0, per_microbatch_bytes=2 * microbatch_tokens * hidden_size * wire_bytes
-    )
+def boundary_cost(
+    *, hidden_size: int, microbatch_tokens: int, wire_bytes: int, mask_bytes: int = 0
+) -> LayerCost:
+    """Give what every stage adds per microbatch: the tensor received and the one on its way out.
+
+    `mask_bytes` are those of an attention mask that all its layers share.
+    """
+    tensors_bytes = 2 * microbatch_tokens * hidden_size * wire_bytes
+    return LayerCost(static_bytes=0, per_microbatch_bytes=tensors_bytes + mask_bytes)
 
 
 def decoder_params(shape: ModelShape) -> int:
@@ -239,7 +244,7 @@ def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
 
 
 def activation_bytes_per_token(
-    shape: ModelShape, *, lora: LoraConfig, activation_bytes: int
+    shape: ModelShape, *, lora: LoraConfig, activation_bytes: int, masked: bool = False
 ) -> int:
     """Give what one decoder layer keeps per token for its backward pass, without checkpointing.
 
@@ -250,10 +255,13 @@ def activation_bytes_per_token(
     stage (transformers 5.24, sdpa), h=256, f=704, fp32 and bf16, all targets and q, v: equal.
     PEFT keeps an fp32 copy of each adapter's input instead, 1.6 times as much in bf16.
     DoRA keeps each projection's output before it is given its length as well (derived).
+    `masked`: attention has a mask of its own, as of packed rows; k and v are then kept once for
+    each query head (measured in the same way: equal).
     """
     ranks = densest_layer(lora, shape.num_layers)
     h, f = shape.hidden_size, shape.intermediate_size
-    values = 2 * shape.attention_size + 2 * shape.kv_size + 3 * f
+    values = 2 * shape.attention_size + 3 * f
+    values += 2 * (shape.attention_size if masked else shape.kv_size)
     values += h * (not {"q_proj", "k_proj", "v_proj"}.isdisjoint(ranks))
     values += h * (not {"gate_proj", "up_proj"}.isdisjoint(ranks))
     values += f * ("down_proj" in ranks)

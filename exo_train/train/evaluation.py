@@ -23,6 +23,7 @@ def held_out_loss(
         held_out,
         microbatch_size=ring.plan.microbatch_size,
         max_seq_length=config.max_seq_length,
+        packed=config.packing,
     )
     reports = ring.run_step(
         step,
@@ -58,11 +59,16 @@ def loss_on_one_device(
 
 
 def _microbatches(
-    held_out: Sequence[Example], *, microbatch_size: int, max_seq_length: int
+    held_out: Sequence[Example], *, microbatch_size: int, max_seq_length: int, packed: bool = False
 ) -> list[Microbatch]:
+    batches = evaluation_batches(
+        held_out,
+        batch_size=EVALUATION_BATCH_SIZE,
+        packed_length=max_seq_length if packed else 0,
+    )
     cut = [
         microbatch
-        for batch in evaluation_batches(held_out, batch_size=EVALUATION_BATCH_SIZE)
+        for batch in batches
         for microbatch in split_microbatches(
             batch, microbatch_size=microbatch_size, max_seq_length=max_seq_length
         )
