@@ -41,7 +41,6 @@ def show(devices: dict[str, int]) -> None:
     """Print the split over `devices`, or why there is none."""
     costs = pseudo_layer_costs(
         MODEL,
-        weight_bytes_per_param=BYTES_PER_VALUE,
         lora=LoraConfig(rank=8),
         microbatch_tokens=MICROBATCH_TOKENS,
         activation_bytes=BYTES_PER_VALUE,

@@ -14,7 +14,7 @@ import transformers
 
 from exo_train.agent.planning import model_shape
 from exo_train.backends.base import Arrays, MicrobatchInput, Stage
-from exo_train.config import LoraConfig
+from exo_train.lora_config import LoraConfig
 from exo_train.plan.memory import activation_bytes_per_token
 from exo_train.wire.tensor import DType
 from tests.backends.hand_ring import (
@@ -190,9 +190,11 @@ def test_transformers_keeps_what_the_planner_counts() -> None:
         (kept_bytes(stages[1], batch) - kept_bytes(stages[0], batch)) / (2 * 64)
         for batch in (given, plain)
     )
-    values = {"lora_rank": LORA.rank, "targets": LORA.targets, "activation_bytes": 4}
     layer = model_shape(tiny("llama")[0])
-    expected = [activation_bytes_per_token(layer, masked=on, **values) for on in (True, False)]
+    expected = [
+        activation_bytes_per_token(layer, lora=LORA, activation_bytes=4, masked=on)
+        for on in (True, False)
+    ]
     assert packed_bytes - plain_bytes == expected[0] - expected[1] == 2 * (64 - 32) * 4
 
 

@@ -85,8 +85,9 @@ def test_activations_equal_the_measured_layer(activation_bytes, targets, measure
 
 def test_a_mask_has_keys_and_values_kept_for_each_query_head():
     """Measured in the same way, with rows packed: tests/backends/test_packed_rows.py."""
-    options = {"lora_rank": 8, "targets": ALL_TARGETS, "activation_bytes": 4}
-    assert activation_bytes_per_token(SMALL, masked=True, **options) == 19720
+    lora = LoraConfig(rank=8)
+    found = activation_bytes_per_token(SMALL, lora=lora, activation_bytes=4, masked=True)
+    assert found == 19720
 
 
 def test_checkpointing_keeps_only_the_layer_input():
