@@ -130,6 +130,14 @@ class TrainConfig:
         group=LENGTH,
         choices=ON_LONG,
     )
+    packing: bool = option(
+        False,
+        "Lay rows end to end in sequences of --max-seq-length; a batch is so many of these",
+        group=LENGTH,
+    )
+    group_by_length: bool = option(
+        False, "Put rows of similar length into a batch: less padding", group=LENGTH
+    )
     learning_rate: float = option(2e-4, "Peak rate", group=RATE, above=0)
     lr_schedule: str = option(
         "cosine", "how the rate falls after warm-up", group=RATE, choices=LR_SCHEDULES

@@ -42,6 +42,7 @@ from exo_train.agent.succession import (
 )
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
+from exo_train.plan.plan import Plan
 from exo_train.plan.stages import StageSpec
 from exo_train.shell import command_line
 from exo_train.train.checkpoint import Checkpoint, checkpoint_steps, expected_checkpoint_bytes
@@ -132,6 +133,7 @@ def _train(
         run, candidates, household.asking(fresh=replan), before=None if replan else before
     )
     chosen = chosen.following(before) if before else chosen
+    narrator.on_note(_padding_note(data, chosen.plan))
     directory = RunDir.create(run_dir, allow_existing=resume is not None)
     if resume is None:
         stack.enter_context(directory.in_use())
@@ -215,6 +217,12 @@ def _tied_to_input(watcher: Watcher) -> Watcher:
 
     threading.Thread(target=wait_ended, name="tied", daemon=True).start()
     return replace(watcher, wants_stop=lambda: ended.is_set() or watcher.wants_stop())
+
+
+def _padding_note(data: Data, plan: Plan) -> str:
+    return data.batches.padding_note(
+        microbatch_size=plan.microbatch_size, max_seq_length=plan.max_seq_length
+    )
 
 
 def _num_steps(config: TrainConfig, data: Data) -> int:

@@ -250,6 +250,7 @@ def _assign(
         microbatch_tokens=microbatch_tokens,
         activation_bytes=value_bytes,
         checkpoint_activations=config.checkpoint_activations,
+        masked=config.packing,
         copies=run_copies(config),
     )
     depth = one_f_one_b_depth if config.pipeline_schedule == "1f1b" else gpipe_depth

@@ -14,7 +14,7 @@ from exo_train.agent.run_data import fingerprint
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, DataError, ProtocolError
 from exo_train.plan.plan import Plan
-from exo_train.train.batches import BatchPlan
+from exo_train.train.batches import plan_batches
 from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
 from exo_train.train.kept_rows import read_rows
 from exo_train.train.loop import Data
@@ -117,8 +117,7 @@ def kept_data(run: Path, options: TrainConfig, *, vocab_size: int) -> Data:
     another device's, and its options would name a file of this one.
     """
     train, held_out = read_rows(run, vocab_size=vocab_size)
-    batches = BatchPlan(examples=train, batch_size=options.batch_size, seed=options.seed)
-    return Data(batches=batches, held_out=held_out)
+    return Data(batches=plan_batches(train, options), held_out=held_out)
 
 
 def plan_before(run: Path, *, on_note: Callable[[str], None]) -> Plan | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from exo_train.config import TrainConfig
 from exo_train.models.spec import ModelSpec
 from exo_train.models.tokenizer import load_tokenizer
-from exo_train.train.batches import BatchPlan, repeat_items, split_validation
+from exo_train.train.batches import plan_batches, repeat_items, split_validation
 from exo_train.train.chat import EncodedRows, encode_rows
 from exo_train.train.data_set import DataSet, read_data
 from exo_train.train.examples import Example
@@ -55,7 +55,7 @@ def encode_data(
 
     train = encode(rows).examples
     held_out = encode(held_out_rows).examples if held_out_rows else ()
-    batches = BatchPlan(examples=train, batch_size=config.batch_size, seed=config.seed)
+    batches = plan_batches(train, config)
     for note in batches.notes:
         on_note(note)
     tokens = sum(len(e.tokens) for e in train)

@@ -30,8 +30,10 @@ class MicrobatchInput:
     `tokens_BT` int32 on the stage with the embedding; `hidden_BTD` on all others.
     `targets_BT` int32 (already shifted: the token that position t must predict) and `mask_BT`
     bool (True: supervised) on the stage with the head. Rows are padded on the right; causal
-    attention keeps pads from mattering. `row_keys` has one number per sequence, the same for any
+    attention keeps pads from mattering. `row_keys` has one number per row, the same for any
     split and microbatch size: with step, layer and target it decides the dropout mask.
+    `row_starts` is empty where each sequence is one row; else it has each row's first position,
+    counted through all sequences (sequence * T + position), and rows do not see each other.
     """
 
     index: int
@@ -40,6 +42,7 @@ class MicrobatchInput:
     targets_BT: np.ndarray | None = None
     mask_BT: np.ndarray | None = None
     row_keys: tuple[int, ...] = ()
+    row_starts: tuple[int, ...] = ()
 
     def supervision(self) -> tuple[np.ndarray, np.ndarray]:
         """Give targets and mask, which the stage with the head is always sent."""

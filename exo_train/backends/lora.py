@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from exo_train.backends.base import Arrays
+from exo_train.backends.base import Arrays, MicrobatchInput
+from exo_train.backends.packed_rows import row_places
 from exo_train.config import ALL_TARGETS, LoraConfig
 from exo_train.errors import ConfigError
 from exo_train.models.spec import ModelSpec
@@ -107,12 +108,16 @@ def select_moments(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropout:
-    """Decides for one microbatch of one step which inputs of each adapter are dropped."""
+    """Decides for one microbatch of one step which inputs of each adapter are dropped.
+
+    `row_keys` and `row_starts` are the microbatch's.
+    """
 
     rate: float
     seed: int
     step: int
     row_keys: tuple[int, ...]
+    row_starts: tuple[int, ...] = ()
 
     @property
     def threshold(self) -> int:
@@ -123,26 +128,46 @@ class Dropout:
     def scale(self) -> float:
         return 1 / (1 - self.rate)
 
-    def row_hashes(self, layer: int, target: str) -> np.ndarray:
+    def position_words(
+        self, layer: int, target: str, *, shape: tuple[int, ...], features: int
+    ) -> np.ndarray:
+        """Give what each position's features are hashed from, uint32 (B, T).
+
+        A row's hash and the position's place in the row: the same wherever the row lies.
+        """
         words = (self.seed, self.step, layer, ALL_TARGETS.index(target))
-        return np.array([_hash_words((*words, row)) for row in self.row_keys], np.uint32)
+        hashes = np.array([_hash_words((*words, row)) for row in self.row_keys], np.uint32)
+        row_BT, place_BT = row_places(self.row_starts, shape)
+        stride = np.uint32(features * INDEX_STRIDE & _WORD)
+        return np.asarray(hashes[row_BT] + place_BT.astype(np.uint32) * stride)
+
+
+def dropout_of(microbatch: MicrobatchInput, rate: float, *, seed: int, step: int) -> Dropout | None:
+    """Give a microbatch's dropout; None where nothing is dropped."""
+    if not rate:
+        return None
+    return Dropout(
+        rate=rate,
+        seed=seed,
+        step=step,
+        row_keys=microbatch.row_keys,
+        row_starts=microbatch.row_starts,
+    )
 
 
 def keep_threshold(rate: float) -> int:
     return round((1 - rate) * (1 << THRESHOLD_BITS))
 
 
-def keep_mask(keys_B: np.ndarray, *, positions: int, features: int, rate: float) -> np.ndarray:
+def keep_mask(words_BT: np.ndarray, *, features: int, rate: float) -> np.ndarray:
     """Give the reference mask (True: kept) that both backends must equal bit for bit."""
-    index = np.arange(positions * features, dtype=np.uint32) * np.uint32(INDEX_STRIDE)
-    h = keys_B[:, None] + index[None, :]
+    h = words_BT[..., None] + np.arange(features, dtype=np.uint32) * np.uint32(INDEX_STRIDE)
     h ^= h >> np.uint32(16)
     h *= np.uint32(MIX_1)
     h ^= h >> np.uint32(13)
     h *= np.uint32(MIX_2)
     h ^= h >> np.uint32(16)
-    kept = (h >> np.uint32(32 - THRESHOLD_BITS)) < keep_threshold(rate)
-    return np.asarray(kept).reshape(len(keys_B), positions, features)
+    return np.asarray((h >> np.uint32(32 - THRESHOLD_BITS)) < keep_threshold(rate))
 
 
 def _hash_words(words: Sequence[int]) -> int:

@@ -42,8 +42,9 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
         dropout = self.slot.dropout
         if dropout is not None:
             mask_BTF = keep_mask(
-                dropout.row_hashes(self.layer, self.target),
-                positions=x_BTF.shape[1],
+                dropout.position_words(
+                    self.layer, self.target, shape=x_BTF.shape[:2], features=x_BTF.shape[2]
+                ),
                 features=x_BTF.shape[2],
                 threshold=dropout.threshold,
             )
@@ -53,11 +54,11 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
         return y_BTO + (self.scale * (low_BTR @ b_RO)).astype(y_BTO.dtype)
 
 
-def keep_mask(keys_B: np.ndarray, *, positions: int, features: int, threshold: int) -> mx.array:
+def keep_mask(words_BT: np.ndarray, *, features: int, threshold: int) -> mx.array:
     """Give the mask of `lora.keep_mask`."""
-    index = mx.arange(positions * features, dtype=mx.uint32) * mx.array(INDEX_STRIDE, mx.uint32)
-    h = mx.array(keys_B)[:, None] + index[None, :]
+    index = mx.arange(features, dtype=mx.uint32) * mx.array(INDEX_STRIDE, mx.uint32)
+    h = mx.array(words_BT)[..., None] + index
     h = (h ^ (h >> 16)) * mx.array(MIX_1, mx.uint32)
     h = (h ^ (h >> 13)) * mx.array(MIX_2, mx.uint32)
     h = h ^ (h >> 16)
-    return ((h >> (32 - THRESHOLD_BITS)) < threshold).reshape(len(keys_B), positions, features)
+    return (h >> (32 - THRESHOLD_BITS)) < threshold

@@ -20,13 +20,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers
 import numpy as np
-from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from exo_train.backends.base import Arrays, MicrobatchInput, Stage, StageOptions
 from exo_train.backends.lora import (
-    Dropout,
     adapter_prefix,
+    dropout_of,
     initial_adapter,
     moment_names,
     select_arrays,
@@ -36,6 +35,7 @@ from exo_train.backends.memory import memory_errors_named, peak_process_bytes
 from exo_train.backends.mlx_finite import first_bad_gradient, first_bad_value
 from exo_train.backends.mlx_head import head_loss
 from exo_train.backends.mlx_lora import Adapter, LoraLinear, Slot
+from exo_train.backends.mlx_masks import layer_masks
 from exo_train.backends.mlx_model import (
     MLX_DTYPES,
     checked_device,
@@ -181,21 +181,19 @@ class MlxStage:
                 )
                 return None
             self._stash[microbatch.index] = _Stashed(microbatch=microbatch)
-            dropout = self._dropout(microbatch.row_keys)
-            output_BTD = self._run(self._adapter, self._input(microbatch), dropout)
+            output_BTD = self._run(self._adapter, self._input(microbatch), microbatch)
             return to_host(output_BTD, self._options.wire_dtype)
 
     def _forward_with_loss(self, microbatch: MicrobatchInput) -> HostTensor | None:
         """Add to loss and gradients; give the gradient at the input."""
         targets_BT, mask_BT = microbatch.supervision()
-        dropout = self._dropout(microbatch.row_keys)
         if not mask_BT.any():
             if self._stage.embedding:
                 return None
             return to_host(mx.zeros_like(self._input(microbatch)), self._options.wire_dtype)
 
         def loss(adapter: Adapter, input_BTD: mx.array) -> mx.array:
-            hidden_BTD = self._run(adapter, input_BTD, dropout)
+            hidden_BTD = self._run(adapter, input_BTD, microbatch)
             return head_loss(self._head, hidden_BTD, targets_BT, mask_BT)
 
         loss_sum, input_grad = self._pull_back(loss, microbatch, mx.array(self._loss_scale))
@@ -207,18 +205,19 @@ class MlxStage:
         if self._stage.head:
             return stashed.input_grad
         assert grad_BTD is not None
-        dropout = self._dropout(stashed.microbatch.row_keys)
+        microbatch = stashed.microbatch
 
         def run(adapter: Adapter, input_BTD: mx.array) -> mx.array:
-            return self._run(adapter, input_BTD, dropout)
+            return self._run(adapter, input_BTD, microbatch)
 
-        with self._on_device(f"doing the backward of {stashed.microbatch}"):
+        with self._on_device(f"doing the backward of {microbatch}"):
             grad = to_mlx(grad_BTD, MLX_DTYPES[self._options.compute_dtype])
-            return self._pull_back(run, stashed.microbatch, grad)[1]
+            return self._pull_back(run, microbatch, grad)[1]
 
     def evaluate(self, microbatch: MicrobatchInput) -> HostTensor | float:
         with self._on_device(f"evaluating {microbatch}"):
-            output_BTD = self._run(self._adapter, self._input(microbatch), None)
+            input_BTD = self._input(microbatch)
+            output_BTD = self._run(self._adapter, input_BTD, microbatch, drops=False)
             if not self._stage.head:
                 return to_host(output_BTD, self._options.wire_dtype)
             targets_BT, mask_BT = microbatch.supervision()
@@ -235,9 +234,8 @@ class MlxStage:
 
     def find_bad_activation(self, microbatch: MicrobatchInput, *, evaluation: bool = False) -> str:
         with self._on_device(f"looking for a bad value in {microbatch}"):
-            self._slot.dropout = None if evaluation else self._dropout(microbatch.row_keys)
             input_BTD = self._input(microbatch)
-            outputs = self._outputs(self._adapter, input_BTD)
+            outputs = self._outputs(self._adapter, input_BTD, microbatch, drops=not evaluation)
             return first_bad_value(
                 chain([(input_name(self._stage, self._options), input_BTD)], outputs)
             )
@@ -295,7 +293,10 @@ class MlxStage:
         def next_logits(unseen: list[int]) -> np.ndarray:
             with self._on_device("generating"):
                 embedded_BTD = self._embed(np.array([unseen]))
-                hidden_BTD = self._run(self._adapter, embedded_BTD, None, caches)
+                alone = MicrobatchInput(index=0)
+                hidden_BTD = self._run(
+                    self._adapter, embedded_BTD, alone, drops=False, caches=caches
+                )
                 return np.array(self._head(hidden_BTD[0, -1]).astype(mx.float32))
 
         return next_logits
@@ -315,13 +316,6 @@ class MlxStage:
             self._slot.adapter = {}
             raise
 
-    def _dropout(self, row_keys: tuple[int, ...]) -> Dropout | None:
-        if not self._dropout_rate:
-            return None
-        return Dropout(
-            rate=self._dropout_rate, seed=self._options.seed, step=self._step, row_keys=row_keys
-        )
-
     def _head(self, hidden: mx.array) -> mx.array:
         return head_logits(self._model, hidden)
 
@@ -337,25 +331,29 @@ class MlxStage:
         return to_mlx(microbatch.hidden_BTD, MLX_DTYPES[self._options.compute_dtype])
 
     def _run(
-        self,
-        adapter: Adapter,
-        hidden_BTD: mx.array,
-        dropout: Dropout | None,
-        caches: Sequence[Any] | None = None,
+        self, adapter: Adapter, hidden_BTD: mx.array, microbatch: MicrobatchInput, **how: Any
     ) -> mx.array:
-        """Run the layers, and the final norm where the head is."""
-        self._slot.dropout = dropout
-        ((_, output_BTD),) = deque(self._outputs(adapter, hidden_BTD, caches), maxlen=1)
+        """Run the layers, and the final norm where the head is; `how` as in `_outputs`."""
+        outputs = self._outputs(adapter, hidden_BTD, microbatch, **how)
+        ((_, output_BTD),) = deque(outputs, maxlen=1)
         return output_BTD
 
     def _outputs(
-        self, adapter: Adapter, hidden_BTD: mx.array, caches: Sequence[Any] | None = None
+        self,
+        adapter: Adapter,
+        hidden_BTD: mx.array,
+        microbatch: MicrobatchInput,
+        *,
+        drops: bool = True,
+        caches: Sequence[Any] | None = None,
     ) -> Iterator[tuple[str, mx.array]]:
         """Yield what each layer gives, and the final norm, with their names."""
-        for index, window in enumerate(self._windows):
-            cache = caches[index] if caches else None
-            mask = create_attention_mask(hidden_BTD, cache, window_size=window)
-            block = self._block(index, mask, cache)
+        rate = self._dropout_rate if drops else 0.0
+        seed, step = self._options.seed, self._step
+        self._slot.dropout = dropout_of(microbatch, rate, seed=seed, step=step)
+        masks = layer_masks(hidden_BTD, self._windows, microbatch.row_starts, caches)
+        for index, mask in enumerate(masks):
+            block = self._block(index, mask, caches[index] if caches else None)
             if self._options.checkpoint_activations and caches is None:
                 block = mx.checkpoint(block)
             hidden_BTD = block({name: adapter[name] for name in self._names[index]}, hidden_BTD)

@@ -41,9 +41,13 @@ class LoraLinear(torch.nn.Module):
 
     def forward(self, x_BTF: torch.Tensor) -> torch.Tensor:
         dropout = self.slot.dropout
-        keys_B = dropout.row_hashes(self.layer, self.target) if dropout else None
+        words_BT = None
+        if dropout is not None:
+            words_BT = dropout.position_words(
+                self.layer, self.target, shape=tuple(x_BTF.shape[:2]), features=x_BTF.shape[2]
+            )
         delta_BTO = _LowRank.apply(  # type: ignore[no-untyped-call]
-            x_BTF, self.lora_a, self.lora_b, self.scale, dropout, keys_B
+            x_BTF, self.lora_a, self.lora_b, self.scale, dropout, words_BT
         )
         return self.base(x_BTF) + delta_BTO  # type: ignore[no-any-return]
 
@@ -59,11 +63,11 @@ class _LowRank(torch.autograd.Function):
         b_RO: torch.Tensor,
         scale: float,
         dropout: Dropout | None,
-        keys_B: np.ndarray | None,
+        words_BT: np.ndarray | None,
     ) -> torch.Tensor:
-        low_BTR = _drop(x_BTF.float(), dropout, keys_B) @ a_FR
+        low_BTR = _drop(x_BTF.float(), dropout, words_BT) @ a_FR
         ctx.save_for_backward(x_BTF, a_FR, b_RO, low_BTR)
-        ctx.scale, ctx.dropout, ctx.keys_B = scale, dropout, keys_B
+        ctx.scale, ctx.dropout, ctx.words_BT = scale, dropout, words_BT
         return ((low_BTR @ b_RO) * scale).to(x_BTF.dtype)
 
     @staticmethod
@@ -71,21 +75,22 @@ class _LowRank(torch.autograd.Function):
         x_BTF, a_FR, b_RO, low_BTR = ctx.saved_tensors
         grad_BTO = grads[0].float() * ctx.scale
         grad_low_BTR = grad_BTO @ b_RO.T
-        x32_BTF = _drop(x_BTF.float(), ctx.dropout, ctx.keys_B)
+        x32_BTF = _drop(x_BTF.float(), ctx.dropout, ctx.words_BT)
         grad_a_FR = x32_BTF.flatten(0, 1).T @ grad_low_BTR.flatten(0, 1)
         grad_b_RO = low_BTR.flatten(0, 1).T @ grad_BTO.flatten(0, 1)
         grad_x_BTF = None
         if ctx.needs_input_grad[0]:
-            grad_x_BTF = _drop(grad_low_BTR @ a_FR.T, ctx.dropout, ctx.keys_B).to(x_BTF.dtype)
+            grad_x_BTF = _drop(grad_low_BTR @ a_FR.T, ctx.dropout, ctx.words_BT).to(x_BTF.dtype)
         return grad_x_BTF, grad_a_FR, grad_b_RO, None, None, None
 
 
-def _drop(x_BTF: torch.Tensor, dropout: Dropout | None, keys_B: np.ndarray | None) -> torch.Tensor:
-    if dropout is None or keys_B is None:
+def _drop(
+    x_BTF: torch.Tensor, dropout: Dropout | None, words_BT: np.ndarray | None
+) -> torch.Tensor:
+    if dropout is None or words_BT is None:
         return x_BTF
     mask_BTF = keep_mask(
-        keys_B,
-        positions=x_BTF.shape[1],
+        words_BT,
         features=x_BTF.shape[2],
         threshold=dropout.threshold,
         device=x_BTF.device,
@@ -94,19 +99,18 @@ def _drop(x_BTF: torch.Tensor, dropout: Dropout | None, keys_B: np.ndarray | Non
 
 
 def keep_mask(
-    keys_B: np.ndarray, *, positions: int, features: int, threshold: int, device: torch.device
+    words_BT: np.ndarray, *, features: int, threshold: int, device: torch.device
 ) -> torch.Tensor:
     """Give the mask of `lora.keep_mask`; int32 wraps like uint32, shifts need their mask."""
-    index = torch.arange(positions * features, dtype=torch.int32, device=device)
-    keys = torch.from_numpy(keys_B.view(np.int32)).to(device)
-    h = keys[:, None] + index[None, :] * _signed(INDEX_STRIDE)
+    index = torch.arange(features, dtype=torch.int32, device=device)
+    words = torch.from_numpy(words_BT.view(np.int32)).to(device)
+    h = words[..., None] + index * _signed(INDEX_STRIDE)
     h ^= (h >> 16) & 0xFFFF
     h *= _signed(MIX_1)
     h ^= (h >> 13) & 0x7FFFF
     h *= _signed(MIX_2)
     h ^= (h >> 16) & 0xFFFF
-    kept = ((h >> (32 - THRESHOLD_BITS)) & ((1 << THRESHOLD_BITS) - 1)) < threshold
-    return kept.view(len(keys_B), positions, features)
+    return ((h >> (32 - THRESHOLD_BITS)) & ((1 << THRESHOLD_BITS) - 1)) < threshold
 
 
 def _signed(word: int) -> int:

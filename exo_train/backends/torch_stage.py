@@ -24,6 +24,7 @@ from exo_train.backends.base import Arrays, MicrobatchInput, Stage, StageOptions
 from exo_train.backends.lora import (
     Dropout,
     adapter_prefix,
+    dropout_of,
     initial_adapter,
     moment_names,
     select_arrays,
@@ -35,6 +36,7 @@ from exo_train.backends.stage_model import input_name
 from exo_train.backends.torch_finite import all_finite, first_bad_gradient, outputs_watched
 from exo_train.backends.torch_head import head_loss, head_loss_and_gradient
 from exo_train.backends.torch_lora import DropoutSlot, LoraLinear
+from exo_train.backends.torch_masks import attention_arguments
 from exo_train.backends.torch_model import (
     TORCH_DTYPES,
     load_base_model,
@@ -201,8 +203,8 @@ class TorchStage:
         with self._computing(f"doing the forward of {microbatch}"):
             # The first stage has no use for a gradient at its embedding.
             input_BTD = self._input(microbatch).requires_grad_(not self._stage.embedding)
-            dropout = self._dropout(microbatch.row_keys)
-            output_BTD = self._run(input_BTD, dropout)
+            dropout = self._dropout(microbatch)
+            output_BTD = self._run(input_BTD, dropout, microbatch.row_starts)
             loss_grad_BTD = None
             if self._stage.head:
                 targets_BT, mask_BT = microbatch.supervision()
@@ -239,7 +241,7 @@ class TorchStage:
 
     def evaluate(self, microbatch: MicrobatchInput) -> HostTensor | float:
         with self._computing(f"evaluating {microbatch}"), torch.no_grad():
-            output_BTD = self._run(self._input(microbatch), None)
+            output_BTD = self._run(self._input(microbatch), None, microbatch.row_starts)
             if self._stage.head:
                 return head_loss(self._model.lm_head, output_BTD, *microbatch.supervision())
             return to_host(output_BTD, self._options.wire_dtype)
@@ -254,9 +256,9 @@ class TorchStage:
     def find_bad_activation(self, microbatch: MicrobatchInput, *, evaluation: bool = False) -> str:
         with self._computing(f"looking for a bad value in {microbatch}"), torch.no_grad():
             input_BTD = self._input(microbatch)
-            dropout = None if evaluation else self._dropout(microbatch.row_keys)
+            dropout = None if evaluation else self._dropout(microbatch)
             with outputs_watched(self._stage.layers, self._model.model.layers) as bad_layers:
-                output_BTD = self._run(input_BTD, dropout)
+                output_BTD = self._run(input_BTD, dropout, microbatch.row_starts)
             if not all_finite(input_BTD):
                 return input_name(self._stage, self._options)
             if bad_layers:
@@ -348,12 +350,8 @@ class TorchStage:
             self._stash.clear()
             raise
 
-    def _dropout(self, row_keys: tuple[int, ...]) -> Dropout | None:
-        if not self._dropout_rate:
-            return None
-        return Dropout(
-            rate=self._dropout_rate, seed=self._options.seed, step=self._step, row_keys=row_keys
-        )
+    def _dropout(self, microbatch: MicrobatchInput) -> Dropout | None:
+        return dropout_of(microbatch, self._dropout_rate, seed=self._options.seed, step=self._step)
 
     def _input(self, microbatch: MicrobatchInput) -> torch.Tensor:
         if self._stage.embedding:
@@ -364,10 +362,13 @@ class TorchStage:
         dtype = TORCH_DTYPES[self._options.compute_dtype]
         return to_torch(microbatch.hidden_BTD, device=self._device, dtype=dtype)
 
-    def _run(self, input_BTD: torch.Tensor, dropout: Dropout | None) -> torch.Tensor:
+    def _run(
+        self, input_BTD: torch.Tensor, dropout: Dropout | None, row_starts: tuple[int, ...]
+    ) -> torch.Tensor:
         """Run the layers, and the final norm where the head is."""
         self._slot.dropout = dropout
-        output = self._model.model(inputs_embeds=input_BTD, use_cache=False)
+        attention = attention_arguments(row_starts, input_BTD, config=self._model.config)
+        output = self._model.model(inputs_embeds=input_BTD, use_cache=False, **attention)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _gradients(self) -> dict[str, torch.Tensor]:

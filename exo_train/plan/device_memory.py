@@ -112,13 +112,13 @@ def stage_costs(
     microbatch_size: int,
     sequence: int,
     checkpoint_activations: bool,
+    packed: bool = False,
     copies: Copies = NO_COPIES,
     measured: Measured | None = None,
 ) -> StageCosts:
     """Give a stage's costs on a device, from formulas and from its profile where that is more.
 
-    What `measured` counts is scaled to microbatches of `microbatch_size` sequences of `sequence`
-    positions. `copies` lie in the computer's memory, which is not that of a graphics card.
+    `measured` is scaled to this shape. `copies` lie in the computer's memory, not a graphics card's.
     """
     tokens, backend, device = microbatch_size * sequence, processor.backend, processor.device
     embedding, layer, *_, head = pseudo_layer_costs(
@@ -129,13 +129,12 @@ def stage_costs(
         microbatch_tokens=tokens,
         activation_bytes=value_bytes,
         checkpoint_activations=False,
+        masked=packed and backend == "torch",
         copies=NO_COPIES if backend == "torch" and is_gpu(backend, device) else copies,
     )
     scores_per_position = 2 * shape.num_heads * value_bytes  # for each position looked at
-    memory = None
-    if measured is not None:
-        per_position = scores_per_position if backend == "mlx" else 0
-        memory = measured.scaled(microbatch_size, sequence, scores_per_position=per_position)
+    scores = scores_per_position if backend == "mlx" else 0
+    memory = _scaled(measured, microbatch_size, sequence, scores_per_position=scores)
     if backend == "mlx":
         layer = _mlx_layer(layer, scores_per_position * tokens * sequence, memory)
         # Only the boundary tensors stay in flight; the head's gradient is one of them.
@@ -143,15 +142,17 @@ def stage_costs(
         factor, library_bytes = 1.0, MLX_LIBRARY_BYTES
     else:
         on_cpu = not is_gpu(backend, device)
-        factor = HEAP_FACTOR if on_cpu else 1.0
-        library_bytes = TORCH_LIBRARY_BYTES if on_cpu else 0
+        factor, library_bytes = (HEAP_FACTOR, TORCH_LIBRARY_BYTES) if on_cpu else (1.0, 0)
         if checkpoint_activations:
             input_bytes = tokens * shape.hidden_size * value_bytes
             layer = _checkpointed(layer, input_bytes, keeps_recomputed=on_cpu)
         wide_values = 3 * tokens * shape.intermediate_size * (value_bytes < FP32_BYTES)
         layer = _in_heap(_torch_layer(layer, wide_values, memory), factor)
     boundary = boundary_cost(
-        hidden_size=shape.hidden_size, microbatch_tokens=tokens, wire_bytes=wire_bytes
+        hidden_size=shape.hidden_size,
+        microbatch_tokens=tokens,
+        wire_bytes=wire_bytes,
+        mask_bytes=tokens * sequence * value_bytes * (packed and backend == "torch"),
     )
     return StageCosts(
         embedding=embedding,
@@ -159,6 +160,14 @@ def stage_costs(
         head=_in_heap(head, factor),
         per_stage=_with_process(_in_heap(boundary, factor), processor, library_bytes),
     )
+
+
+def _scaled(
+    measured: Measured | None, size: int, sequence: int, *, scores_per_position: int
+) -> BlockMemory | None:
+    if measured is None:
+        return None
+    return measured.scaled(size, sequence, scores_per_position=scores_per_position)
 
 
 def _with_process(boundary: LayerCost, processor: Processor, library_bytes: int) -> LayerCost:

@@ -107,15 +107,21 @@ def pseudo_layer_costs(
     microbatch_tokens: int,
     activation_bytes: int,
     checkpoint_activations: bool,
+    masked: bool = False,
     copies: Copies = NO_COPIES,
 ) -> tuple[LayerCost, ...]:
     """Give the costs of embedding, decoder layers and head, in that order.
 
-    `weight_bytes_per_param` is 4, 2, or e.g. 4.5 / 8 for 4-bit groups of 64.
+    `weight_bytes_per_param` is 4, 2, or e.g. 4.5 / 8 for 4-bit groups of 64. `masked` as in
+    `activation_bytes_per_token`.
     """
     n = microbatch_tokens
     activations = n * activation_bytes_per_token(
-        shape, lora_rank=lora_rank, targets=targets, activation_bytes=activation_bytes
+        shape,
+        lora_rank=lora_rank,
+        targets=targets,
+        activation_bytes=activation_bytes,
+        masked=masked,
     )
     # The gradients of gate, up and their product live at the same time (derived).
     gradients = 3 * n * shape.intermediate_size * activation_bytes
@@ -151,11 +157,15 @@ def pseudo_layer_costs(
     return (embedding, *[layer] * shape.num_layers, head)
 
 
-def boundary_cost(*, hidden_size: int, microbatch_tokens: int, wire_bytes: int) -> LayerCost:
-    """Give what every stage adds per microbatch: the tensor received and the one on its way out."""
-    return LayerCost(
-        static_bytes=0, per_microbatch_bytes=2 * microbatch_tokens * hidden_size * wire_bytes
-    )
+def boundary_cost(
+    *, hidden_size: int, microbatch_tokens: int, wire_bytes: int, mask_bytes: int = 0
+) -> LayerCost:
+    """Give what every stage adds per microbatch: the tensor received and the one on its way out.
+
+    `mask_bytes` are those of an attention mask that all its layers share.
+    """
+    tensors_bytes = 2 * microbatch_tokens * hidden_size * wire_bytes
+    return LayerCost(static_bytes=0, per_microbatch_bytes=tensors_bytes + mask_bytes)
 
 
 def decoder_params(shape: ModelShape) -> int:
@@ -178,7 +188,12 @@ def adapter_params(shape: ModelShape, *, lora_rank: int, targets: Sequence[str])
 
 
 def activation_bytes_per_token(
-    shape: ModelShape, *, lora_rank: int, targets: Sequence[str], activation_bytes: int
+    shape: ModelShape,
+    *,
+    lora_rank: int,
+    targets: Sequence[str],
+    activation_bytes: int,
+    masked: bool = False,
 ) -> int:
     """Give what one decoder layer keeps per token for its backward pass, without checkpointing.
 
@@ -188,9 +203,12 @@ def activation_bytes_per_token(
     fp32 sums of softmax and norms. Measured: bytes seen by `saved_tensors_hooks` in the PyTorch
     stage (transformers 5.24, sdpa), h=256, f=704, fp32 and bf16, all targets and q, v: equal.
     PEFT keeps an fp32 copy of each adapter's input instead, 1.6 times as much in bf16.
+    `masked`: attention has a mask of its own, as of packed rows; k and v are then kept once for
+    each query head (measured in the same way: equal).
     """
     h, f = shape.hidden_size, shape.intermediate_size
-    values = 2 * shape.attention_size + 2 * shape.kv_size + 3 * f
+    values = 2 * shape.attention_size + 3 * f
+    values += 2 * (shape.attention_size if masked else shape.kv_size)
     values += h * (not {"q_proj", "k_proj", "v_proj"}.isdisjoint(targets))
     values += h * (not {"gate_proj", "up_proj"}.isdisjoint(targets))
     values += f * ("down_proj" in targets)

@@ -48,6 +48,7 @@ def run_workload(
             microbatch_tokens=tokens,
             activation_bytes=value_bytes,
             checkpoint_activations=config.checkpoint_activations,
+            masked=config.packing,
             copies=run_copies(config),
         ),
         boundary_bytes=tokens * shape.hidden_size * value_bytes,
@@ -88,6 +89,7 @@ def run_stage_costs(
         microbatch_size=microbatch_size,
         sequence=sequence,
         checkpoint_activations=config.checkpoint_activations,
+        packed=config.packing,
         copies=run_copies(config),
         measured=measured,
     )

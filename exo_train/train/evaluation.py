@@ -17,7 +17,11 @@ def held_out_loss(
     ring: Ring, held_out: Sequence[Example], *, step: int, config: TrainConfig
 ) -> float:
     """Measure the mean loss in nats a supervised token after `step`, over all of `held_out`."""
-    batches = evaluation_batches(held_out, batch_size=EVALUATION_BATCH_SIZE)
+    batches = evaluation_batches(
+        held_out,
+        batch_size=EVALUATION_BATCH_SIZE,
+        packed_length=config.max_seq_length if config.packing else 0,
+    )
     microbatches = [
         microbatch
         for batch in batches

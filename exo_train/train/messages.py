@@ -6,6 +6,7 @@ Owns the mapping between control.proto and Python. Must not send anything.
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -76,6 +77,7 @@ def to_microbatch_data(
         num_sequences=num_sequences,
         num_positions=num_positions,
         row_keys=microbatch.row_keys,
+        row_starts=microbatch.row_starts,
     )
     if with_tokens:
         data.tokens = microbatch.tokens_BT.astype("<i4").tobytes()
@@ -89,8 +91,10 @@ def from_microbatch_data(
     index: int, data: pb.MicrobatchData, *, vocab_size: int
 ) -> MicrobatchInput:
     shape = (data.num_sequences, data.num_positions)
-    if len(data.row_keys) != data.num_sequences:
+    num_rows = len(data.row_starts) or data.num_sequences
+    if len(data.row_keys) != num_rows:
         raise ProtocolError(f"microbatch {index} has {len(data.row_keys)} row keys for {shape}")
+    row_starts = _row_starts(data.row_starts, shape, f"microbatch {index}")
     mask_BT = None
     if data.mask:
         mask_BT = _array(data.mask, shape, np.dtype(np.uint8), f"mask {index}") != 0
@@ -100,7 +104,21 @@ def from_microbatch_data(
         targets_BT=_ids(data.targets, shape, vocab_size, f"targets {index}"),
         mask_BT=mask_BT,
         row_keys=tuple(data.row_keys),
+        row_starts=row_starts,
     )
+
+
+def _row_starts(given: Sequence[int], shape: tuple[int, int], what: str) -> tuple[int, ...]:
+    """Check that rows follow each other, and that each sequence begins with one."""
+    num_sequences, num_positions = shape
+    starts = tuple(given)
+    if starts:
+        firsts = range(0, num_sequences * num_positions, num_positions or 1)
+        follow = all(one < other for one, other in itertools.pairwise(starts))
+        inside = starts[-1] < num_sequences * num_positions
+        if not (follow and inside and set(firsts) <= set(starts)):
+            raise ProtocolError(f"{what}: its rows do not lie end to end in {shape}")
+    return starts
 
 
 def _ids(raw: bytes, shape: tuple[int, int], vocab_size: int, what: str) -> np.ndarray | None:

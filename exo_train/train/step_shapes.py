@@ -47,9 +47,8 @@ def steps_of(batches: BatchPlan, config: TrainConfig) -> StepShapes:
     count = batches.steps_per_epoch
     stride = -(-count // MAX_LOOKED_AT_STEPS)
     steps = [batches.batch_for_step(step) for step in range(0, count, stride)]
-    num_sequences = min(config.batch_size, len(batches.examples))
-    longest = max(batches.examples, key=lambda example: len(example.tokens))
-    alone = StepBatch(step=0, epoch=0, examples=(longest,), row_keys=(0,))
+    num_sequences = min(config.batch_size, batches.num_sequences)
+    alone = StepBatch(step=0, epoch=0, sequences=(batches.longest,))
     longest_width = _positions(alone, 1, config)
 
     @functools.cache  # asked again and again, and each time all these steps are cut
@@ -57,7 +56,7 @@ def steps_of(batches: BatchPlan, config: TrainConfig) -> StepShapes:
         positions = sum(_positions(step, microbatch_size, config) for step in steps)
         return StepShape(
             num_sequences=num_sequences,
-            mean_width=positions / sum(len(step.examples) for step in steps),
+            mean_width=positions / sum(len(step.sequences) for step in steps),
             longest=longest_width,
         )
 

@@ -64,13 +64,12 @@ def test_first_values_are_the_same_for_any_split_and_choice_of_targets() -> None
 def test_both_backends_give_the_reference_mask(
     hashes: list[int], positions: int, features: int, rate: float
 ) -> None:
-    keys_B = np.array(hashes, np.uint32)
-    shape = {"positions": positions, "features": features}
-    expected = lora.keep_mask(keys_B, **shape, rate=rate)
+    words_BT = np.array(hashes, np.uint32)[:, None] + np.arange(positions, dtype=np.uint32)
+    expected = lora.keep_mask(words_BT, features=features, rate=rate)
     threshold = lora.keep_threshold(rate)
-    in_mlx = mlx_lora.keep_mask(keys_B, **shape, threshold=threshold)
+    in_mlx = mlx_lora.keep_mask(words_BT, features=features, threshold=threshold)
     in_torch = torch_lora.keep_mask(
-        keys_B, **shape, threshold=threshold, device=torch.device("cpu")
+        words_BT, features=features, threshold=threshold, device=torch.device("cpu")
     )
     np.testing.assert_array_equal(np.array(in_mlx), expected)
     np.testing.assert_array_equal(in_torch.numpy(), expected)
@@ -79,25 +78,23 @@ def test_both_backends_give_the_reference_mask(
 
 def test_masks_agree_where_only_the_hash_s_low_bits_decide() -> None:
     """A million draws: enough for values next to the threshold, which small cases never meet."""
-    keys_B = np.array([0, 1, 2**31, 2**32 - 1], np.uint32)
-    shape = {"positions": 64, "features": 4096}
-    expected = lora.keep_mask(keys_B, **shape, rate=0.37)
+    ends = np.array([0, 1, 2**31, 2**32 - 1], np.uint32)
+    words_BT = ends[:, None] + np.arange(64, dtype=np.uint32) * np.uint32(4096 * 7)
+    expected = lora.keep_mask(words_BT, features=4096, rate=0.37)
     threshold = lora.keep_threshold(0.37)
     in_torch = torch_lora.keep_mask(
-        keys_B, **shape, threshold=threshold, device=torch.device("cpu")
+        words_BT, features=4096, threshold=threshold, device=torch.device("cpu")
     )
-    assert np.array_equal(
-        np.array(mlx_lora.keep_mask(keys_B, **shape, threshold=threshold)), expected
-    )
+    in_mlx = mlx_lora.keep_mask(words_BT, features=4096, threshold=threshold)
+    assert np.array_equal(np.array(in_mlx), expected)
     assert np.array_equal(in_torch.numpy(), expected)
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.1, 0.5, 0.9])
 def test_the_share_kept_is_right_in_every_row_position_and_feature(rate: float) -> None:
     dropout = lora.Dropout(rate=rate, seed=1, step=2, row_keys=(10, 11, 12, 13))
-    kept_BTF = lora.keep_mask(
-        dropout.row_hashes(3, "q_proj"), positions=256, features=512, rate=rate
-    )
+    words_BT = dropout.position_words(3, "q_proj", shape=(4, 256), features=512)
+    kept_BTF = lora.keep_mask(words_BT, features=512, rate=rate)
     deviation = np.sqrt(rate * (1 - rate))
     assert abs(kept_BTF.mean() - (1 - rate)) < 5 * deviation / np.sqrt(kept_BTF.size)
     for axes in [(1, 2), (0, 2), (0, 1)]:
@@ -114,17 +111,42 @@ def test_masks_differ_by_seed_step_row_layer_and_target() -> None:
     for change in changes:
         now = {**base, **change}
         dropout = lora.Dropout(rate=0.5, seed=now["seed"], step=now["step"], row_keys=(now["row"],))
-        hashes = dropout.row_hashes(now["layer"], now["target"])
-        masks.append(lora.keep_mask(hashes, positions=64, features=64, rate=0.5).ravel())
+        place = {"shape": (1, 64), "features": 64}
+        words_BT = dropout.position_words(now["layer"], now["target"], **place)
+        masks.append(lora.keep_mask(words_BT, features=64, rate=0.5).ravel())
     for index, mask in enumerate(masks):
         for other in masks[:index]:
             # Independent halves agree in half of the places; 5 standard deviations of 4096 draws.
             assert abs((mask == other).mean() - 0.5) < 5 * 0.5 / 64
 
 
+def kept(dropout: lora.Dropout, num_sequences: int, num_positions: int) -> np.ndarray:
+    shape = (num_sequences, num_positions)
+    words_BT = dropout.position_words(0, "v_proj", shape=shape, features=16)
+    return lora.keep_mask(words_BT, features=16, rate=dropout.rate)
+
+
 def test_a_mask_does_not_depend_on_padding_or_neighbours() -> None:
     dropout = lora.Dropout(rate=0.3, seed=1, step=2, row_keys=(7, 8))
     alone = dataclasses.replace(dropout, row_keys=(8,))
-    wide = lora.keep_mask(dropout.row_hashes(0, "v_proj"), positions=20, features=16, rate=0.3)
-    short = lora.keep_mask(alone.row_hashes(0, "v_proj"), positions=12, features=16, rate=0.3)
+    wide, short = kept(dropout, 2, 20), kept(alone, 1, 12)
     np.testing.assert_array_equal(wide[1, :12], short[0])
+
+
+def test_a_mask_is_as_it_was_before_rows_could_be_packed() -> None:
+    """Written down once: a run must drop the same features after any upgrade."""
+    mask = kept(lora.Dropout(rate=0.5, seed=1, step=2, row_keys=(7, 8)), 2, 3)
+    assert ["".join(str(int(k)) for k in mask[row, 2]) for row in (0, 1)] == [
+        "0001000010010011",
+        "1001110111011011",
+    ]
+
+
+def test_a_packed_row_drops_what_it_drops_alone() -> None:
+    dropout = lora.Dropout(rate=0.3, seed=1, step=2, row_keys=(7, 8, 9), row_starts=(0, 5, 12))
+    packed = kept(dropout, 2, 12)
+    for key, sequence, start, end in [(7, 0, 0, 5), (8, 0, 5, 12), (9, 1, 0, 12)]:
+        alone = dataclasses.replace(dropout, row_keys=(key,), row_starts=())
+        np.testing.assert_array_equal(
+            packed[sequence, start:end], kept(alone, 1, 12)[0, : end - start]
+        )

@@ -101,7 +101,7 @@ def run_in(
 ) -> Disturbed:
     """Train `config.steps` steps in the household, recovering as a real run does."""
     manifest = manifest_of(household.model)
-    data = random_data(manifest.spec.vocab_size, num_rows=18, batch_size=config.batch_size, seed=3)
+    data = random_data(manifest.spec.vocab_size, replace(config, seed=3), num_rows=18)
     run = Run(
         config=config,
         manifest=manifest,

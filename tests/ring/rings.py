@@ -19,7 +19,7 @@ from exo_train.models.open import open_model
 from exo_train.peer import NodeId
 from exo_train.plan.plan import Plan
 from exo_train.plan.stages import StageSpec
-from exo_train.train.batches import BatchPlan, split_microbatches
+from exo_train.train.batches import plan_batches, split_microbatches
 from exo_train.train.collecting import merged
 from exo_train.train.examples import Example
 from exo_train.train.learning_rate import clip_scale
@@ -115,9 +115,7 @@ def train_ring(
     if stages is not None:
         ranks = zip(plan.ranks, stages, strict=True)
         plan = replace(plan, ranks=tuple(replace(rank, stage=stage) for rank, stage in ranks))
-    batches = BatchPlan(
-        examples=random_examples(manifest.spec.vocab_size), batch_size=config.batch_size, seed=3
-    )
+    batches = plan_batches(random_examples(manifest.spec.vocab_size), replace(config, seed=3))
     losses, grad_norms, sent_bytes = [], [], []
     ring, access = open_local_ring(model, plan, faults=faults)
     with ring:

@@ -46,7 +46,7 @@ def trained(
     """Run the loop; what it leaves is in `run_dir`."""
     manifest = manifest_of(model)
     plan = make_plan(candidates(backends), config, manifest, cluster="test")
-    data = random_data(manifest.spec.vocab_size, num_rows=20, batch_size=config.batch_size, seed=0)
+    data = random_data(manifest.spec.vocab_size, config, num_rows=20)
     ring, access = open_local_ring(model, plan, faults=faults)
     with ring:
         ring.prepare()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from exo_train.config import TrainConfig
 from exo_train.plan.prediction import Prediction
-from exo_train.train.batches import BatchPlan
+from exo_train.train.batches import plan_batches
 from exo_train.train.checkpoint import Checkpoint
 from exo_train.train.disk_pause import DiskPause
 from exo_train.train.loop import Data, Trainer
@@ -18,10 +18,10 @@ from exo_train.train.watcher import Watcher
 from tests.ring.rings import random_examples
 
 
-def random_data(vocab_size: int, *, num_rows: int, batch_size: int, seed: int) -> Data:
+def random_data(vocab_size: int, config: TrainConfig, *, num_rows: int) -> Data:
     """Give `num_rows` of 24 random rows to train on; the others are held out."""
     examples = random_examples(vocab_size)
-    batches = BatchPlan(examples=examples[:num_rows], batch_size=batch_size, seed=seed)
+    batches = plan_batches(examples[:num_rows], config)
     return Data(batches=batches, held_out=examples[num_rows:])
 
 

@@ -70,6 +70,16 @@ def formula(*, checkpoint: bool = False, value_bytes: int = 4) -> tuple[LayerCos
     )
 
 
+def test_packed_rows_cost_pytorch_a_mask_and_repeated_heads() -> None:
+    """MLX has attention scores in full anyway, and computes a layer's activations again."""
+    packed, plain = (costs("torch", "cuda:0", packed=on) for on in (True, False))
+    mask_bytes = packed.per_stage.per_microbatch_bytes - plain.per_stage.per_microbatch_bytes
+    assert mask_bytes == TOKENS * TOKENS * 4
+    more_bytes = packed.layer.per_microbatch_bytes - plain.layer.per_microbatch_bytes
+    assert more_bytes == 2 * TOKENS * 4 * (SHAPE.attention_size - SHAPE.kv_size) > 0
+    assert costs("mlx", "gpu", packed=True) == costs("mlx", "gpu")
+
+
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_cuda_takes_what_the_formula_says_and_a_context(checkpoint: bool) -> None:
     embedding, layer, *_, head = formula(checkpoint=checkpoint)

@@ -78,6 +78,12 @@ def test_activations_equal_the_measured_layer(activation_bytes, targets, measure
     assert found == measured
 
 
+def test_a_mask_has_keys_and_values_kept_for_each_query_head():
+    """Measured in the same way, with rows packed: tests/backends/test_packed_rows.py."""
+    options = {"lora_rank": 8, "targets": ALL_TARGETS, "activation_bytes": 4}
+    assert activation_bytes_per_token(SMALL, masked=True, **options) == 19720
+
+
 def test_checkpointing_keeps_only_the_layer_input():
     plain, checkpointed = costs()[1], costs(checkpoint_activations=True)[1]
     assert checkpointed.per_microbatch_bytes == 512 * 4096 * 2

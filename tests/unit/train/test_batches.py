@@ -14,6 +14,7 @@ from exo_train.train.batches import (
     BatchPlan,
     Microbatch,
     StepBatch,
+    TokenSequence,
     choose_microbatch_size,
     evaluation_batches,
     plan_epoch,
@@ -40,7 +41,10 @@ def examples_of_lengths(lengths: list[int]) -> tuple[Example, ...]:
 
 
 def step_of(*examples: Example) -> StepBatch:
-    return StepBatch(step=0, epoch=0, examples=examples, row_keys=tuple(range(len(examples))))
+    sequences = tuple(
+        TokenSequence(row_keys=(key,), examples=(row,)) for key, row in enumerate(examples)
+    )
+    return StepBatch(step=0, epoch=0, sequences=sequences)
 
 
 def split(batch: StepBatch, size: int, max_seq_length: int = MAX) -> list[Microbatch]:
@@ -54,16 +58,32 @@ def test_epoch_order_never_changes_between_versions() -> None:
     assert plan_epoch(10, seed=1, epoch=0) != plan_epoch(10, seed=0, epoch=0)
 
 
+@pytest.mark.parametrize("group_by_length", [False, True])
+@pytest.mark.parametrize("packed_length", [0, 32])
+@settings(max_examples=30, deadline=None)
 @given(
-    num_rows=st.integers(1, 40),
+    lengths=st.lists(st.integers(2, 33), min_size=1, max_size=40),
     batch_size=st.integers(1, 50),
     num_epochs=st.integers(1, 3),
     seed=st.integers(0, 2**40),
 )
 def test_every_row_is_trained_exactly_once_per_epoch(
-    num_rows: int, batch_size: int, num_epochs: int, seed: int
+    group_by_length: bool,
+    packed_length: int,
+    lengths: list[int],
+    batch_size: int,
+    num_epochs: int,
+    seed: int,
 ) -> None:
-    plan = BatchPlan(examples=examples_of_lengths([2] * num_rows), batch_size=batch_size, seed=seed)
+    """F17: however rows are ordered and laid together."""
+    num_rows = len(lengths)
+    plan = BatchPlan(
+        examples=examples_of_lengths(lengths),
+        batch_size=batch_size,
+        seed=seed,
+        packed_length=packed_length,
+        group_by_length=group_by_length,
+    )
     for epoch in range(num_epochs):
         steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
         batches = [plan.batch_for_step(step) for step in steps]
