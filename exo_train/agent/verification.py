@@ -140,7 +140,7 @@ def measure(ring: Ring, microbatches: list[Microbatch]) -> Measured:
 
 
 def random_batch(vocab_size: int, *, seed: int) -> list[Microbatch]:
-    """Make full and padded rows with both supervised and unsupervised positions."""
+    """Make full, padded and packed rows with both supervised and unsupervised positions."""
     rng = np.random.default_rng(seed)
     made = []
     for index in range(NUM_MICROBATCHES):
@@ -157,7 +157,13 @@ def random_batch(vocab_size: int, *, seed: int) -> list[Microbatch]:
                 row_keys=(2 * index, 2 * index + 1),
             )
         )
-    return made
+    first = NUM_POSITIONS // 3
+    packed = replace(
+        made[-1],
+        row_keys=tuple(range(2 * NUM_MICROBATCHES - 2, 2 * NUM_MICROBATCHES + 1)),
+        row_starts=(0, first, NUM_POSITIONS),
+    )
+    return [*made[:-1], packed]
 
 
 def _all_on(plan: Plan, own: Candidate, one: Plan) -> Plan:

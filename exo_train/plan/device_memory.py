@@ -118,7 +118,7 @@ def stage_costs(
 ) -> StageCosts:
     """Give a stage's costs on a device, from formulas and from its profile where that is more.
 
-    `measured` is scaled to this shape. `copies` lie in the computer's memory, not a graphics card's.
+    `measured` is scaled to this shape; `copies` lie in the computer's memory, no graphics card's.
     """
     tokens, backend, device = microbatch_size * sequence, processor.backend, processor.device
     embedding, layer, *_, head = pseudo_layer_costs(

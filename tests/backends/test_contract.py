@@ -97,6 +97,19 @@ def test_microbatch_size_and_padding_change_no_number(
     assert_same_run(got, expected)
 
 
+@each_backend
+def test_a_short_row_counts_by_its_tokens_however_a_step_is_cut(backend: str) -> None:
+    """F53: rows of 4 and of 50 tokens in one microbatch, and in two."""
+    chosen = [replace(row, supervised=row.supervised | True) for row in rows(lengths=(4, 50))]
+    (stage,) = load_ring("llama", [backend])
+    loss, gradients = accumulate([stage], chosen, microbatch_size=2), stage.gradients()
+    assert accumulate([stage], chosen, microbatch_size=1) == pytest.approx(loss, rel=1e-6)
+    assert relative_error(stage.gradients(), gradients) < 1e-5
+    each = [accumulate([stage], [row]) for row in chosen]
+    assert loss == pytest.approx((4 * each[0] + 50 * each[1]) / 54, rel=1e-6)
+    assert abs(loss - sum(each) / 2) > 1e-3, "this test could not fail"
+
+
 def test_dropout_is_the_same_for_any_split_and_backend() -> None:
     expected = train(load_ring("llama", ["torch"], lora=DROPOUT))
     assert relative_error(expected.gradients, one_stage_run("llama", "torch").gradients) > 0.05
