@@ -3,7 +3,7 @@
 One stage with the whole model and random weights, forward and backward of the same rows on each
 side, the sides in turn. Losses must be equal before speeds are compared.
 
-Usage: python -m bench.packing [--backend torch|mlx] [--shape NAME] [--rows N] [--repeats N]
+Usage: python -m bench.packing [--backend torch|mlx] [--shape NAME] [--rows N] [--microbatch N]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,12 +27,7 @@ from exo_train.wire.tensor import DType
 
 LONGEST = 256
 MEDIAN = 50
-# As many positions in a microbatch on each side, about.
-SIDES = {
-    "as drawn": (TrainConfig(batch_size=32, max_seq_length=LONGEST), 4),
-    "grouped": (TrainConfig(batch_size=32, max_seq_length=LONGEST, group_by_length=True), 4),
-    "packed": (TrainConfig(batch_size=8, max_seq_length=LONGEST, packing=True), 1),
-}
+DRAWN = TrainConfig(batch_size=8, max_seq_length=LONGEST)
 EQUAL = 1e-4
 
 
@@ -41,14 +37,25 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="tiny384")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--microbatch",
+        type=int,
+        default=1,
+        help="rows in one that is not packed; 1: as a ring of two has for a batch of 8",
+    )
     options = parser.parse_args()
+    sides = {
+        "as drawn": (DRAWN, options.microbatch),
+        "grouped": (replace(DRAWN, group_by_length=True), options.microbatch),
+        "packed": (replace(DRAWN, packing=True), 1),
+    }
     rows = short_rows(options.rows, vocab_size=random_spec(options.shape).vocab_size)
     stage = whole_model(options.shape, options.backend)
     given = {
         side: microbatches(plan_batches(rows, config), size)
-        for side, (config, size) in SIDES.items()
+        for side, (config, size) in sides.items()
     }
-    for side, (config, size) in SIDES.items():
+    for side, (config, size) in sides.items():
         plan = plan_batches(rows, config)
         print(f"{side:9} {plan.padding_note(microbatch_size=size, max_seq_length=LONGEST)}")
     losses = {side: epoch(stage, part)[0] for side, part in given.items()}  # warms up, too
@@ -56,7 +63,7 @@ def main() -> None:
         if abs(loss / losses["as drawn"] - 1) > EQUAL:
             raise SystemExit(f"{side}: the loss is {loss}, as drawn it is {losses['as drawn']}")
     num_tokens = sum(len(row.tokens) - 1 for row in rows)
-    speeds: dict[str, list[float]] = {side: [] for side in SIDES}
+    speeds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(options.repeats):
         for side, part in given.items():
             speeds[side].append(num_tokens / epoch(stage, part)[1])
