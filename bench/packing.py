@@ -21,7 +21,7 @@ from exo_train.backends.base import MicrobatchInput, Stage, StageOptions
 from exo_train.config import LoraConfig, TrainConfig
 from exo_train.plan.stages import StageSpec
 from exo_train.train.batches import BatchPlan, Microbatch, plan_batches, split_microbatches
-from exo_train.train.chat import Example
+from exo_train.train.examples import Example
 from exo_train.train.profiling import StageTimer
 from exo_train.wire.tensor import DType
 

@@ -9,12 +9,11 @@ import pytest
 import yaml
 
 from exo_train.agent.resuming import kept_data, resumed_options
-from exo_train.agent.run_data import encode_data
+from exo_train.agent.run_data import encode_data, rows_of_run
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.models.open import open_model
 from exo_train.train.kept_rows import write_rows
-from exo_train.train.rows import read_data
 from tests.tiny_models import make_tiny_model
 
 
@@ -31,7 +30,7 @@ def test_a_run_s_steps_are_packed_or_grouped_and_the_same_when_resumed(
     )
     notes: list[str] = []
     encoded = encode_data(
-        read_data(config.data),
+        rows_of_run(config),
         config,
         model_path=model,
         spec=open_model(model)[0],

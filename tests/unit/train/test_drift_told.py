@@ -11,7 +11,7 @@ import pytest
 from exo_train.errors import DoesNotFitError
 from exo_train.plan.drift import Drift
 from exo_train.plan.prediction import Prediction, RankPrediction
-from exo_train.train.batches import StepBatch
+from exo_train.train.batches import StepBatch, TokenSequence
 from exo_train.train.watcher import Watcher
 from tests.unit.train.scripted_run import Script, ScriptedStep, rows, run_script
 
@@ -87,7 +87,10 @@ class LongerLater:
 
     def batch_for_step(self, index: int) -> StepBatch:
         examples = rows([8 if index + 1 < SLOW_FROM else 24] * 4)
-        return StepBatch(step=index, epoch=0, examples=examples, row_keys=(0, 1, 2, 3))
+        sequences = tuple(
+            TokenSequence(row_keys=(key,), examples=(row,)) for key, row in enumerate(examples)
+        )
+        return StepBatch(step=index, epoch=0, sequences=sequences)
 
 
 def test_longer_rows_are_no_drift(tmp_path: Path) -> None:
