@@ -23,7 +23,7 @@ ALL_TARGETS = (
     "down_proj",
 )
 DTYPES = ("auto", "fp32", "bf16", "fp16")
-LR_SCHEDULES = ("cosine", "constant")
+LR_SCHEDULES = ("cosine", "linear", "constant")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 BAD_ROWS = ("error", "drop")
 MAX_PROFILE_S = 60.0
@@ -143,8 +143,19 @@ class TrainConfig:
         "cosine", "how the rate falls after warm-up", group=RATE, choices=LR_SCHEDULES
     )
     warmup_steps: int = option(0, "Updates of linear warm-up", group=RATE, minimum=0)
+    warmup_ratio: float = option(
+        0.0,
+        "Share of all updates to warm up in, where --warmup-steps is 0",
+        group=RATE,
+        minimum=0,
+        maximum=1,
+    )
     min_lr_ratio: float = option(
-        0.0, "Last update's rate over the peak", group=RATE, minimum=0, maximum=1
+        0.0,
+        "Last update's rate over the peak, cosine and linear",
+        group=RATE,
+        minimum=0,
+        maximum=1,
     )
     rank: int = option(8, "LoRA rank", group=ADAPTER, minimum=1)
     alpha: float = option(16.0, "LoRA alpha; scale is alpha/rank", group=ADAPTER, above=0)

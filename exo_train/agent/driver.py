@@ -49,6 +49,7 @@ from exo_train.train.checkpoint import Checkpoint, checkpoint_steps, expected_ch
 from exo_train.train.data_sources import absolute
 from exo_train.train.disk_pause import DiskPause
 from exo_train.train.kept_rows import write_rows
+from exo_train.train.learning_rate import Schedule
 from exo_train.train.loop import Data, Trainer
 from exo_train.train.ring import Ring
 from exo_train.train.rundir import RunDir, Summary, check_free
@@ -105,6 +106,7 @@ def _train(
     replan: bool,
 ) -> Outcome:
     model, data = _read(home, config, narrator, resume)
+    Schedule.of(config, _num_steps(config, data))  # refuses a warm-up longer than the run
     state = _identity(model, data, config)
     vocab_size = model.manifest.spec.vocab_size
     data_hash = check_resumed(resume, checkpoint, state, vocab_size=vocab_size) if resume else None

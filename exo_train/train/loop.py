@@ -32,7 +32,7 @@ from exo_train.train.collecting import split_state
 from exo_train.train.disk_pause import DiskPause
 from exo_train.train.evaluation import held_out_loss
 from exo_train.train.examples import Example
-from exo_train.train.learning_rate import clip_scale, learning_rate_at
+from exo_train.train.learning_rate import Schedule, clip_scale
 from exo_train.train.metrics import StepMetrics
 from exo_train.train.progress import Interruption, Progress
 from exo_train.train.reckoning import Reckoning, drift_sentence
@@ -95,6 +95,7 @@ class Trainer:
         self._data = data
         self._run_dir = run_dir
         self._num_steps = num_steps
+        self._schedule = Schedule.of(config, num_steps)
         self._identity = identity  # goes into every checkpoint, to be compared on resume
         self._watcher = watcher
         self._saver = saver
@@ -200,7 +201,7 @@ class Trainer:
         loss = reports[-1].loss_sum / supervised
         grad_norm = math.sqrt(math.fsum(report.grad_square_sum for report in reports))
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        learning_rate = self._learning_rate(step)
+        learning_rate = self._schedule.rate(step - 1)
         self._shadowing.before_commit(self._ring, step_s=self._step_s)
         self._ring.commit(
             step,
@@ -229,17 +230,6 @@ class Trainer:
         self._shadowing.after_commit(self._ring, self._at, step_s=self._step_s)
         if not finite:
             self._tell_dropped(metrics, reports)
-
-    def _learning_rate(self, step: int) -> float:
-        config = self._config
-        return learning_rate_at(
-            step - 1,
-            total_updates=self._num_steps,
-            peak=config.learning_rate,
-            schedule=config.lr_schedule,
-            warmup_steps=config.warmup_steps,
-            min_ratio=config.min_lr_ratio,
-        )
 
     def _record(self, metrics: StepMetrics, *, finite: bool, num_microbatches: int) -> None:
         progress = self.progress
