@@ -23,6 +23,7 @@ ALL_TARGETS = (
     "down_proj",
 )
 DTYPES = ("auto", "fp32", "bf16", "fp16")
+OPTIMIZERS = ("adamw", "adafactor", "sgd")
 LR_SCHEDULES = ("cosine", "linear", "constant")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 BAD_ROWS = ("error", "drop")
@@ -48,12 +49,28 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) with bias correction."""
+    """Which rule moves the adapter; each uses its own of these numbers.
 
+    `beta1`, `beta2` and `epsilon` are AdamW's, `momentum` is SGD's.
+    """
+
+    name: str = "adamw"
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
+    momentum: float = 0.9
     weight_decay: float = 0.0
+    lora_plus_ratio: float = 1.0
+
+    def slots(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Name what the optimizer keeps of an adapter array of `shape`, with the shapes."""
+        if self.name == "sgd":
+            return {"momentum": shape} if self.momentum else {}
+        if self.name == "adafactor" and len(shape) == 2:
+            return {"exp_avg_sq_row": shape[:1], "exp_avg_sq_col": shape[1:]}
+        if self.name == "adafactor":
+            return {"exp_avg_sq": shape}
+        return {"exp_avg": shape, "exp_avg_sq": shape}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +180,19 @@ class TrainConfig:
     targets: tuple[str, ...] = option(
         ALL_TARGETS, "Projections, comma-separated (all seven)", group=ADAPTER
     )
-    weight_decay: float = option(0.0, "AdamW's", group=RATE, minimum=0)
+    optimizer: str = option(
+        "adamw", "the rule that moves the adapter", group=RATE, choices=OPTIMIZERS
+    )
+    weight_decay: float = option(
+        0.0, "Share of a value taken off per update, times the rate", group=RATE, minimum=0
+    )
+    adam_beta1: float = option(0.9, "AdamW's", group=RATE, minimum=0, below=1)
+    adam_beta2: float = option(0.999, "AdamW's", group=RATE, minimum=0, below=1)
+    adam_epsilon: float = option(1e-8, "AdamW's", group=RATE, above=0)
+    momentum: float = option(0.9, "SGD's; 0: none", group=RATE, minimum=0, below=1)
+    lora_plus_ratio: float = option(
+        1.0, "Rate of LoRA's B over that of A (LoRA+)", group=RATE, above=0
+    )
     max_grad_norm: float = option(
         1.0, "Global clipping over all devices; 0: none", group=RATE, minimum=0
     )
@@ -246,8 +275,16 @@ class TrainConfig:
         )
 
     @property
-    def optimizer(self) -> OptimizerConfig:
-        return OptimizerConfig(weight_decay=self.weight_decay)
+    def optimizer_rule(self) -> OptimizerConfig:
+        return OptimizerConfig(
+            name=self.optimizer,
+            beta1=self.adam_beta1,
+            beta2=self.adam_beta2,
+            epsilon=self.adam_epsilon,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            lora_plus_ratio=self.lora_plus_ratio,
+        )
 
     @property
     def encoding(self) -> EncodingConfig:

@@ -250,14 +250,13 @@ def _check_space(
 ) -> None:
     spec = model.manifest.spec
     whole = StageSpec(start=0, end=spec.num_layers, embedding=True, head=True)
-    layout = state_layout(spec, config.lora, whole)
+    layout = state_layout(spec, config.lora, config.optimizer_rule, whole)
     steps_left = _num_steps(config, data) - (checkpoint.step if checkpoint else 0)
     num_there = len(checkpoint_steps(run_dir))
     check_space(
         run_dir,
         checkpoint_bytes=expected_checkpoint_bytes(
-            num_trainable=layout_bytes(layout) // 12,  # with two moments, in fp32
-            num_arrays=len(layout) // 3,
+            array_bytes=layout_bytes(layout), num_arrays=len(layout)
         ),
         num_checkpoints=num_to_make_room_for(config, steps_left=steps_left, num_there=num_there),
     )

@@ -60,7 +60,7 @@ class Stage(Protocol):
     """One rank's layers with adapter, gradients, optimizer state and stashed activations.
 
     Not thread-safe: one thread drives it. All of it may raise DoesNotFitError; the forward or
-    backward that does has dropped what was stashed, and changed neither adapter nor moments.
+    backward that does has dropped what was stashed, and changed neither adapter nor optimizer.
     Adapter arrays are float32 and named
     `model.layers.<global index>.<module path>.lora_a` (in, rank) and `.lora_b` (rank, out).
     """
@@ -109,7 +109,7 @@ class Stage(Protocol):
         ...
 
     def apply(self, *, learning_rate: float, grad_scale: float) -> None:
-        """Multiply gradients by `grad_scale` (clipping) and take one AdamW step."""
+        """Multiply gradients by `grad_scale` (clipping) and take one update of the optimizer."""
         ...
 
     def adapter(self) -> Arrays: ...
@@ -119,7 +119,7 @@ class Stage(Protocol):
     def load_adapter(self, arrays: Mapping[str, np.ndarray]) -> None: ...
 
     def optimizer_state(self) -> Arrays:
-        """Give first and second moments, `<adapter name>.exp_avg` and `.exp_avg_sq`, and `step`.
+        """Give what the optimizer keeps of each array, `<adapter name>.<slot>`, and `step`.
 
         `step` is an int64 array of shape () with the number of updates taken.
         """

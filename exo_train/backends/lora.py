@@ -67,11 +67,6 @@ def initial_adapter(
     return arrays
 
 
-def moment_names(name: str) -> tuple[str, str]:
-    """Name AdamW's first and second moment of an adapter array."""
-    return f"{name}.exp_avg", f"{name}.exp_avg_sq"
-
-
 def select_arrays(
     given: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]], *, layers: range
 ) -> Arrays:
@@ -96,14 +91,6 @@ def select_arrays(
                 f"the saved '{name}' has no place in this run; add its projection to 'targets'"
             )
     return {name: np.array(given[name], np.float32) for name in expected}
-
-
-def select_moments(
-    given: Mapping[str, np.ndarray], adapter: Mapping[str, tuple[int, ...]], *, layers: range
-) -> Arrays:
-    """Take the moments of this stage's adapter out of an optimizer state."""
-    expected = {moment: shape for name, shape in adapter.items() for moment in moment_names(name)}
-    return select_arrays(given, expected, layers=layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

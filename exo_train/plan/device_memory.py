@@ -13,8 +13,10 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from exo_train.config import OptimizerConfig
 from exo_train.plan.block_times import BlockMemory
 from exo_train.plan.memory import (
+    ADAMW,
     NO_COPIES,
     Copies,
     LayerCost,
@@ -114,6 +116,7 @@ def stage_costs(
     checkpoint_activations: bool,
     packed: bool = False,
     copies: Copies = NO_COPIES,
+    optimizer: OptimizerConfig = ADAMW,
     measured: Measured | None = None,
 ) -> StageCosts:
     """Give a stage's costs on a device, from formulas and from its profile where that is more.
@@ -131,6 +134,7 @@ def stage_costs(
         checkpoint_activations=False,
         masked=packed and backend == "torch",
         copies=NO_COPIES if backend == "torch" and is_gpu(backend, device) else copies,
+        optimizer=optimizer,
     )
     scores_per_position = 2 * shape.num_heads * value_bytes  # for each position looked at
     scores = scores_per_position if backend == "mlx" else 0

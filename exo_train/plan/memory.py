@@ -9,13 +9,13 @@ another backend adds is `device_memory`'s.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Each trained value has an fp32 parameter, its gradient and AdamW's two moments: 4 x 4 bytes.
-ADAPTER_STATE_BYTES = 16
-# A copy of a trained value for a rewind: the fp32 parameter and AdamW's two moments: 3 x 4 bytes.
-STATE_COPY_BYTES = 12
+from exo_train.config import OptimizerConfig
+
+ADAMW = OptimizerConfig()
 # The loss runs the head over this many tokens at a time; the frozen head needs no logits later.
 LOGITS_CHUNK_TOKENS = 1024
 # Quantised files keep the embedding and the head in 16 bit.
@@ -109,6 +109,7 @@ def pseudo_layer_costs(
     checkpoint_activations: bool,
     masked: bool = False,
     copies: Copies = NO_COPIES,
+    optimizer: OptimizerConfig = ADAMW,
 ) -> tuple[LayerCost, ...]:
     """Give the costs of embedding, decoder layers and head, in that order.
 
@@ -129,9 +130,13 @@ def pseudo_layer_costs(
     # (Chen et al. 2016, arXiv:1604.06174).
     layer_input = n * shape.hidden_size * activation_bytes
     num_values = adapter_params(shape, lora_rank=lora_rank, targets=targets)
-    adapter_bytes = ADAPTER_STATE_BYTES * num_values
-    copies_bytes = (copies.own + copies.neighbours) * STATE_COPY_BYTES * num_values
-    tied_copies_bytes = shape.num_layers * copies.neighbours * STATE_COPY_BYTES * num_values
+    # A copy for a rewind is of the parameters and the optimizer's state; a gradient comes to that.
+    copy_bytes = _FP32_BYTES * (
+        num_values + optimizer_values(shape, optimizer, lora_rank=lora_rank, targets=targets)
+    )
+    adapter_bytes = copy_bytes + _FP32_BYTES * num_values
+    copies_bytes = (copies.own + copies.neighbours) * copy_bytes
+    tied_copies_bytes = shape.num_layers * copies.neighbours * copy_bytes
     weight_bytes = _rounded(decoder_params(shape) * weight_bytes_per_param)
     layer = LayerCost(
         static_bytes=weight_bytes + adapter_bytes + copies_bytes,
@@ -185,6 +190,15 @@ def decoder_params(shape: ModelShape) -> int:
 def adapter_params(shape: ModelShape, *, lora_rank: int, targets: Sequence[str]) -> int:
     """Count a layer's adapter: r (inputs + outputs) per target (Hu et al. 2021, section 4)."""
     return lora_rank * sum(sum(shape.projection(target)) for target in targets)
+
+
+def optimizer_values(
+    shape: ModelShape, optimizer: OptimizerConfig, *, lora_rank: int, targets: Sequence[str]
+) -> int:
+    """Count what the optimizer keeps of a layer's adapter, in fp32 values: AdamW two of each."""
+    sizes = [size for target in targets for size in shape.projection(target)]
+    slots = [slot for size in sizes for slot in optimizer.slots((size, lora_rank)).values()]
+    return sum(math.prod(slot) for slot in slots)
 
 
 def activation_bytes_per_token(

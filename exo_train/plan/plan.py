@@ -12,7 +12,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from exo_train.config import ALL_TARGETS, DTYPES, PIPELINE_SCHEDULES, LoraConfig, OptimizerConfig
+from exo_train.config import (
+    ALL_TARGETS,
+    DTYPES,
+    OPTIMIZERS,
+    PIPELINE_SCHEDULES,
+    LoraConfig,
+    OptimizerConfig,
+)
 from exo_train.errors import ProtocolError
 from exo_train.peer import Address, NodeId
 from exo_train.plan.fields import Fields, parse_json
@@ -28,6 +35,7 @@ ADAPTER_INITS = ("zero", "random")
 
 _REAL_DTYPES = tuple(name for name in DTYPES if name != "auto")
 _MAX_SIZE = 2**24  # widths, ranks of adapters, sequence lengths
+_BELOW_ONE = 1 - 2**-53
 
 
 Key = tuple[NodeId, str]  # a processor: its computer, and its name there
@@ -241,8 +249,11 @@ def _target(value: object, place: str) -> str:
 def _optimizer_from(fields: Fields) -> OptimizerConfig:
     with fields:
         return OptimizerConfig(
-            beta1=fields.number("beta1", low=0.0, high=0.999999999),
-            beta2=fields.number("beta2", low=0.0, high=0.999999999),
+            name=fields.text("name", choices=OPTIMIZERS),
+            beta1=fields.number("beta1", low=0.0, high=_BELOW_ONE),
+            beta2=fields.number("beta2", low=0.0, high=_BELOW_ONE),
             epsilon=fields.number("epsilon", low=0.0),
+            momentum=fields.number("momentum", low=0.0, high=_BELOW_ONE),
+            lora_plus_ratio=fields.number("lora_plus_ratio", low=0.0),
             weight_decay=fields.number("weight_decay", low=0.0),
         )

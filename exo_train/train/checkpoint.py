@@ -70,9 +70,9 @@ def checkpoint_bytes(*sets: Arrays) -> int:
     return sum(array.nbytes + _ARRAY_BYTES for array in arrays) + _FILE_BYTES
 
 
-def expected_checkpoint_bytes(*, num_trainable: int, num_arrays: int) -> int:
-    """Give the same before there is one: each value in fp32, with AdamW's two moments."""
-    return 3 * (4 * num_trainable + _ARRAY_BYTES * num_arrays) + _FILE_BYTES
+def expected_checkpoint_bytes(*, array_bytes: int, num_arrays: int) -> int:
+    """Give the same before there is one, from what all its arrays hold."""
+    return array_bytes + _ARRAY_BYTES * num_arrays + _FILE_BYTES
 
 
 def save_checkpoint(

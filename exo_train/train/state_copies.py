@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 
 from google.protobuf.message import DecodeError
 
-from exo_train.backends.lora import adapter_prefix, moment_names
-from exo_train.config import LoraConfig
+from exo_train.backends.lora import adapter_prefix
+from exo_train.backends.optimizers import state_shapes
+from exo_train.config import LoraConfig, OptimizerConfig
 from exo_train.errors import ExoTrainError, ProtocolError
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.history import StepId, shadow_holder
@@ -34,20 +35,20 @@ Layout = dict[str, tuple[str, tuple[int, ...]]]
 log = logging.getLogger(__name__)
 
 
-def state_layout(spec: ModelSpec, lora: LoraConfig, stage: StageSpec) -> Layout:
+def state_layout(
+    spec: ModelSpec, lora: LoraConfig, optimizer: OptimizerConfig, stage: StageSpec
+) -> Layout:
     """Give every array of the stage's adapter and optimizer state, as the plan has them."""
     shapes = spec.tensor_shapes(start=stage.start, end=stage.end, embedding=False, head=False)
-    layout: Layout = {"step": ("<i8", ())}
+    adapter: dict[str, tuple[int, ...]] = {}
     for layer in stage.layers:
         for target in lora.targets:
             prefix = adapter_prefix(layer, target)
             out_features, in_features = shapes[f"{prefix}.weight"]
-            for name, shape in (
-                (f"{prefix}.lora_a", (in_features, lora.rank)),
-                (f"{prefix}.lora_b", (lora.rank, out_features)),
-            ):
-                layout |= dict.fromkeys((name, *moment_names(name)), ("<f4", shape))
-    return layout
+            adapter[f"{prefix}.lora_a"] = (in_features, lora.rank)
+            adapter[f"{prefix}.lora_b"] = (lora.rank, out_features)
+    floats = adapter | state_shapes(optimizer, adapter)
+    return {"step": ("<i8", ())} | {name: ("<f4", shape) for name, shape in floats.items()}
 
 
 def layout_bytes(layout: Layout) -> int:
@@ -135,7 +136,7 @@ def _source(
     plan: Plan, rank: int, sender: int, spec: ModelSpec, token: str, store: SnapshotStore
 ) -> ShadowSource:
     stage = plan.ranks[sender].stage
-    layout = state_layout(spec, plan.lora, stage)
+    layout = state_layout(spec, plan.lora, plan.optimizer, stage)
 
     def take(messages: Iterator[bytes]) -> Callable[[], None]:
         snapshot = from_copy_messages(messages, stage, layout, generation=plan.generation)

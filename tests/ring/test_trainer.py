@@ -95,7 +95,18 @@ def test_resumed_equals_never_interrupted(
     backends: list[str], fault: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     """Invariant 9, to the last digit on the same split: dropout, schedule, order, moments."""
-    config = replace(CONFIG, dropout=0.1)
+    assert_resumed_exactly(tiny_model, tmp_path, replace(CONFIG, dropout=0.1), backends, fault)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "sgd"])
+def test_each_optimizers_state_is_resumed(optimizer: str, tiny_model: Path, tmp_path: Path) -> None:
+    config = replace(CONFIG, optimizer=optimizer, lora_plus_ratio=4.0, lr_schedule="linear")
+    assert_resumed_exactly(tiny_model, tmp_path, config, ["mlx", "torch"])
+
+
+def assert_resumed_exactly(
+    tiny_model: Path, tmp_path: Path, config: TrainConfig, backends: list[str], fault: str = ""
+) -> None:
     faults = {0: fault}
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     trained(tiny_model, whole, backends=backends, config=config, faults=faults)

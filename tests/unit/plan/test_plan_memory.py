@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from exo_train.config import ALL_TARGETS
+from exo_train.config import ALL_TARGETS, OptimizerConfig
 from exo_train.plan.memory import (
-    ADAPTER_STATE_BYTES,
     LOGITS_CHUNK_TOKENS,
+    Copies,
     ModelShape,
     activation_bytes_per_token,
     adapter_params,
@@ -58,7 +58,25 @@ def test_parameters_are_llama_8b():
 
 def test_adapter_of_llama_8b_is_42_million_values():
     assert 32 * adapter_params(LLAMA_8B, lora_rank=16, targets=ALL_TARGETS) == 41_943_040
-    assert ADAPTER_STATE_BYTES == 16
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_value"),
+    [
+        (OptimizerConfig(), 16),
+        (OptimizerConfig(name="sgd"), 12),
+        (OptimizerConfig(name="sgd", momentum=0.0), 8),
+        (OptimizerConfig(name="adafactor"), 8 + 4 * (1 / 16 + 14 / (2 * 8192))),
+    ],
+    ids=str,
+)
+def test_a_trained_value_has_its_gradient_and_what_the_optimizer_keeps(optimizer, bytes_per_value):
+    plain, trained = costs(lora_rank=0)[1], costs(lora_rank=16, optimizer=optimizer)[1]
+    num_values = adapter_params(LLAMA_8B, lora_rank=16, targets=ALL_TARGETS)
+    assert trained.adapter_bytes == pytest.approx(bytes_per_value * num_values, rel=0.01)
+    kept = costs(lora_rank=16, optimizer=optimizer, copies=Copies(own=1, neighbours=0))[1]
+    assert kept.copies_bytes == trained.adapter_bytes - 4 * num_values
+    assert trained.static_bytes - plain.static_bytes == trained.adapter_bytes
 
 
 @pytest.mark.parametrize(
