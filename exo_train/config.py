@@ -193,6 +193,13 @@ class TrainConfig:
     lora_plus_ratio: float = option(
         1.0, "Rate of LoRA's B over that of A (LoRA+)", group=RATE, above=0
     )
+    label_smoothing: float = option(
+        0.0,
+        "Share of each target spread over the vocabulary, in training's loss",
+        group=RATE,
+        minimum=0,
+        below=1,
+    )
     max_grad_norm: float = option(
         1.0, "Global clipping over all devices; 0: none", group=RATE, minimum=0
     )
@@ -223,6 +230,18 @@ class TrainConfig:
         group=CHECKS,
         minimum=0,
         shows_default=False,
+    )
+    early_stop: int = option(
+        0,
+        "Evaluations without a better held-out loss that end the run; 0: none",
+        group=CHECKS,
+        minimum=0,
+    )
+    stop_loss: float = option(
+        3.0,
+        "End with exit 5 when losses stay above so many times the first; 0: never",
+        group=SAFETY,
+        minimum=0,
     )
     save_every: int = option(
         20, "Steps between checkpoints; 0: at the end", group=SAFETY, minimum=0

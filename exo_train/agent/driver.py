@@ -56,6 +56,7 @@ from exo_train.train.rundir import RunDir, Summary, check_free
 from exo_train.train.saving import Saver, SaveTimer, check_space
 from exo_train.train.state_copies import layout_bytes, state_layout
 from exo_train.train.step_shapes import steps_of
+from exo_train.train.stopping import check_early_stop
 from exo_train.train.templates import KNOWN_TEMPLATES, read_template
 from exo_train.train.watcher import Watcher
 
@@ -107,6 +108,7 @@ def _train(
 ) -> Outcome:
     model, data = _read(home, config, narrator, resume)
     Schedule.of(config, _num_steps(config, data))  # refuses a warm-up longer than the run
+    check_early_stop(config, num_held_out=len(data.held_out))
     state = _identity(model, data, config)
     vocab_size = model.manifest.spec.vocab_size
     data_hash = check_resumed(resume, checkpoint, state, vocab_size=vocab_size) if resume else None
@@ -183,6 +185,7 @@ def _train_on(
         data,
         directory,
         num_steps=_num_steps(config, data),
+        vocab_size=model.manifest.spec.vocab_size,
         identity=state,
         watcher=carrying_metrics(watcher, ring),
         saver=Saver(
@@ -234,7 +237,7 @@ def _num_steps(config: TrainConfig, data: Data) -> int:
 def num_to_make_room_for(config: TrainConfig, *, steps_left: int, num_there: int) -> int:
     """Give how many checkpoints more will lie there at once than do now."""
     at_once = config.keep + 2  # the newest, the best, and one that is being written
-    if config.save_minutes:
+    if config.save_minutes or config.early_stop:
         num_saves = steps_left  # at most
     else:  # the last step is always saved
         num_saves = math.ceil(steps_left / config.save_every) if config.save_every else 1

@@ -76,7 +76,8 @@ def check_unfinished(run: Path) -> None:
     except (OSError, ValueError):
         return
     if isinstance(summary, dict) and summary.get("status") == "done":
-        raise ConfigError(f"{run} is finished: all its {summary.get('steps')} steps are done")
+        said = summary.get("ended_early") or f"all its {summary.get('steps')} steps are done"
+        raise ConfigError(f"{run} is finished: {said}")
 
 
 def newest(

@@ -85,7 +85,7 @@ class Stage(Protocol):
         ...
 
     def loss_sum(self) -> float:
-        """Summed cross-entropy (nats, not scaled) of this step's microbatches; 0.0 without head."""
+        """Summed loss (nats, not scaled) of this step's microbatches; 0.0 without head."""
         ...
 
     def grad_square_sum(self) -> float:
@@ -143,3 +143,4 @@ class StageOptions:
     wire_dtype: DType
     checkpoint_activations: bool = False
     adapter_init: str = "zero"
+    label_smoothing: float = 0.0  # in training; an evaluation's loss is plain

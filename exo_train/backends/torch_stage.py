@@ -205,6 +205,7 @@ class TorchStage:
                     targets_BT,
                     mask_BT,
                     loss_scale=self._loss_scale,
+                    label_smoothing=self._options.label_smoothing,
                 )
                 self._loss_sum += loss_sum
             self._stash[microbatch.index] = _Stashed(

@@ -80,6 +80,7 @@ class Plan:
     seed: int
     checkpoint_activations: bool = False
     adapter_init: str = "zero"
+    label_smoothing: float = 0.0
 
     @property
     def hash(self) -> str:
@@ -93,6 +94,7 @@ class Plan:
             "ranks": [_rank_to_dict(rank) for rank in self.ranks],
             "lora": _with_floats(self.lora),
             "optimizer": _with_floats(self.optimizer),
+            "label_smoothing": float(self.label_smoothing),
         }
         return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
@@ -119,6 +121,7 @@ class Plan:
                 seed=fields.whole("seed", low=0),
                 checkpoint_activations=fields.flag("checkpoint_activations"),
                 adapter_init=fields.text("adapter_init", choices=ADAPTER_INITS),
+                label_smoothing=fields.number("label_smoothing", low=0.0, high=_BELOW_ONE),
             )
         plan.validate()
         return plan

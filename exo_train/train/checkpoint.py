@@ -266,6 +266,14 @@ def newest_checkpoint(
     return None
 
 
+def checkpoint_of(run_dir: Path, step: int) -> Checkpoint | None:
+    """Load the checkpoint of `step`; None: it is not there, or not whole."""
+    for path in _by_step(run_dir):
+        if _step_of(path) == step and _is_whole(path):
+            return load_checkpoint(path)
+    return None
+
+
 def checkpoint_steps(run_dir: Path) -> list[int]:
     """Give the steps that have a checkpoint, whole or not, oldest first."""
     return [_step_of(path) for path in _by_step(run_dir)]

@@ -49,6 +49,7 @@ from exo_train.train.rundir import RunDir
 from exo_train.train.saving import Saver, SaveTimer
 from exo_train.train.shadowing import Shadowing
 from exo_train.train.step_metrics import step_metrics
+from exo_train.train.stopping import Stopping
 from exo_train.train.watcher import Watcher
 from exo_train.wire.pb import control_pb2 as pb
 
@@ -76,6 +77,7 @@ class Trainer:
         run_dir: RunDir,
         *,
         num_steps: int,
+        vocab_size: int,
         identity: dict[str, Any],
         watcher: Watcher,
         saver: Saver,
@@ -96,6 +98,7 @@ class Trainer:
         self._run_dir = run_dir
         self._num_steps = num_steps
         self._schedule = Schedule.of(config, num_steps)
+        self._stopping = Stopping.of(config, vocab_size=vocab_size)
         self._identity = identity  # goes into every checkpoint, to be compared on resume
         self._watcher = watcher
         self._saver = saver
@@ -139,10 +142,15 @@ class Trainer:
         self._tell_reckoning()
         if self.progress.totals.num_dropped == self._num_steps:
             raise NumericsError("no step was finite: nothing was trained")
+        if self.progress.step < self._num_steps:
+            held_out = self.progress.held_out_losses
+            self.progress.ended_early = self._stopping.stalled_sentence(held_out)
+            self._watcher.on_note(self.progress.ended_early)
 
     def _is_done(self) -> bool:
         is_due = self._evaluation_is_due() or self._save_is_due()
-        return self.progress.step == self._num_steps and not is_due
+        stalled = self._stopping.has_stalled(self.progress.held_out_losses)
+        return (stalled or self.progress.step == self._num_steps) and not is_due
 
     def _next_task(self) -> None:
         """Do one thing; after it the run can go on from where it is, whatever happens."""
@@ -166,9 +174,9 @@ class Trainer:
         return bool(wanted and not measured and self._data.held_out)
 
     def _save_is_due(self) -> bool:
-        step = self.progress.step
-        is_new = 0 < step != self.progress.saved_step
-        return is_new and (step == self._num_steps or self._timer.is_due(step))
+        step, held_out = self.progress.step, self.progress.held_out_losses
+        is_due = self._timer.is_due(step) or self._stopping.wants_saved(step, held_out)
+        return 0 < step != self.progress.saved_step and (is_due or step == self._num_steps)
 
     def _stop_if_wanted(self) -> None:
         if self._watcher.wants_stop():
@@ -230,6 +238,7 @@ class Trainer:
         self._shadowing.after_commit(self._ring, self._at, step_s=self._step_s)
         if not finite:
             self._tell_dropped(metrics, reports)
+        self._stopping.check_loss(metrics, self.progress.train_losses)
 
     def _record(self, metrics: StepMetrics, *, finite: bool, num_microbatches: int) -> None:
         progress = self.progress
@@ -255,8 +264,8 @@ class Trainer:
             grad_square_sums=[report.grad_square_sum for report in reports],
         )
         sentence = (
-            f"step {metrics.step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}; "
-            f"first not finite: {where}"
+            f"step {metrics.step}: loss {metrics.loss}, learning rate {metrics.lr:.3g}, gradient "
+            f"norm {metrics.grad_norm}; first not finite: {where}"
         )
         if self.progress.totals.dropped_in_a_row >= MAX_DROPPED_IN_A_ROW:
             self._keep(self._ring.collect_state())

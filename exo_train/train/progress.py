@@ -60,6 +60,7 @@ class Progress:
     train_losses: list[tuple[int, float]] = field(default_factory=list)
     held_out_losses: list[tuple[int, float]] = field(default_factory=list)
     interruptions: list[Interruption] = field(default_factory=list)
+    ended_early: str = ""  # why, as a sentence
     # Since the ring was formed last: it may have had other devices before.
     ranks: tuple[RankPlan, ...] = ()
     busy_s: list[float] = field(default_factory=list)

@@ -94,10 +94,11 @@ def test_dropout_is_the_same_on_any_ring(tiny_model: Path) -> None:
         {"optimizer": "adafactor"},
         {"optimizer": "sgd", "learning_rate": 0.3},
         {"adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 1e-4, "lora_plus_ratio": 8.0},
+        {"label_smoothing": 0.3},
     ],
     ids=str,
 )
-def test_every_optimizer_is_the_same_on_any_ring(
+def test_what_an_update_does_is_the_same_on_any_ring(
     changes: dict[str, object], tiny_model: Path, one_device: dict[str, Trained]
 ) -> None:
     config = replace(CONFIG, weight_decay=0.1, **changes)

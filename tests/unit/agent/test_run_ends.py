@@ -28,6 +28,7 @@ from exo_train.train.watcher import Watcher
         ({"save_every": 0}, 1000, 0, 1),
         ({"save_every": 0, "save_minutes": 1.0}, 1000, 0, 5),
         ({"keep": 100}, 1000, 0, 50),
+        ({"save_every": 500, "early_stop": 2}, 1000, 0, 5),
         ({}, 900, 4, 1),
         ({}, 900, 9, 0),
         ({}, 0, 1, 0),
@@ -81,9 +82,10 @@ def test_the_last_write_can_be_done_again(
     household: Any = SimpleNamespace(holders=list)
     recovery: Any = SimpleNamespace(chosen=SimpleNamespace(prediction=None, advise=None))
     config, nothing = TrainConfig(model="m", steps=4), SimpleNamespace()
+    model: Any = SimpleNamespace(manifest=SimpleNamespace(spec=SimpleNamespace(vocab_size=8)))
     with pytest.raises(raised, match=f"step 4 is saved in .*--resume {tmp_path}"):
         driver._train_on(
-            ring, config, nothing, RunDir(tmp_path), nothing, Watcher(),
+            ring, config, nothing, RunDir(tmp_path), model, Watcher(),
             household, recovery, None, {}, pause,
         )  # fmt: skip
     assert left == ["done", "interrupted" if stops else "failed"]

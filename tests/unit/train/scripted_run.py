@@ -42,6 +42,8 @@ class ScriptedStep:
     period_s: float = 0.0
     sent_bytes: Sequence[int] = (0,) * 8
     peak_memory_bytes: Sequence[int] = (0,) * 8
+    loss_sum: float = 1.0  # of 32 supervised tokens, unless the test has its own rows
+    held_out_loss_sum: float = 1.0
 
 
 Script = Callable[[int], ScriptedStep]  # by step, from 1
@@ -88,12 +90,12 @@ class ScriptedRank:
         if asked.more:
             return
         now = self._script(asked.step)
-        if self._rank == 0:
+        if self._rank == 0 and not asked.evaluation:
             self._clock.now_s += now.step_s
         self._answer(
             step_report=pb.StepReport(
                 step=asked.step,
-                loss_sum=1.0,
+                loss_sum=now.held_out_loss_sum if asked.evaluation else now.loss_sum,
                 grad_square_sum=1.0,
                 busy_s=now.busy_s[self._rank],
                 step_s=now.step_s,
@@ -120,8 +122,10 @@ def run_script(
     *,
     num_steps: int,
     num_ranks: int = 2,
+    vocab_size: int = 1,
     examples: tuple[Example, ...] = (),
     batches: Any = None,
+    held_out: tuple[Example, ...] = (),
     config: TrainConfig = CONFIG,
     watcher: Watcher | None = None,
     resumed: Checkpoint | None = None,
@@ -141,9 +145,10 @@ def run_script(
         trainer = Trainer(
             ring,
             config,
-            Data(batches=batches, held_out=()),
+            Data(batches=batches, held_out=held_out),
             directory,
             num_steps=num_steps,
+            vocab_size=vocab_size,
             identity={},
             watcher=watcher,
             saver=Saver(directory.path, keep=config.keep, pause=pause, resumed=resumed),
