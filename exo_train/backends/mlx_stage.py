@@ -188,9 +188,7 @@ class MlxStage:
         def loss(adapter: Adapter, input_BTD: mx.array) -> mx.array:
             hidden_BTD = self._run(adapter, input_BTD, microbatch)
             smoothing = self._options.label_smoothing
-            return head_loss(
-                self._head, hidden_BTD, targets_BT, mask_BT, label_smoothing=smoothing
-            )
+            return head_loss(self._head, hidden_BTD, targets_BT, mask_BT, label_smoothing=smoothing)
 
         loss_sum, input_grad = self._pull_back(loss, microbatch, mx.array(self._loss_scale))
         self._loss_sum += float(loss_sum)

@@ -20,19 +20,15 @@ from exo_train.errors import ExoTrainError, InterruptedRunError, NumericsError
 from exo_train.plan.drift import Drift
 from exo_train.plan.history import StepId, newest_whole
 from exo_train.plan.prediction import Prediction
-from exo_train.train.batches import (
-    BatchPlan,
-    Microbatch,
-    StepBatch,
-    split_microbatches,
-)
+from exo_train.train.batches import BatchPlan, Microbatch, StepBatch, split_microbatches
 from exo_train.train.blame import name_trouble
 from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
 from exo_train.train.collecting import split_state
 from exo_train.train.disk_pause import DiskPause
 from exo_train.train.evaluation import held_out_loss
 from exo_train.train.examples import Example
-from exo_train.train.learning_rate import Schedule, clip_scale
+from exo_train.train.learning_rate import Schedule
+from exo_train.train.loss_scaling import StepNumbers, needs_scaling, overflow_sentence
 from exo_train.train.metrics import StepMetrics
 from exo_train.train.progress import Interruption, Progress
 from exo_train.train.reckoning import Reckoning, drift_sentence
@@ -188,7 +184,8 @@ class Trainer:
 
     def _train_step(self, step: int) -> None:
         started_s = self._clock_s()
-        config = self._config
+        config, plan = self._config, self._ring.plan
+        scale = self.progress.totals.loss_scale.value if needs_scaling(plan) else 1.0
         batch = self._data.batches.batch_for_step(step - 1)
         microbatches = self._microbatches(batch)
         supervised = batch.num_supervised_tokens
@@ -197,7 +194,7 @@ class Trainer:
                 step,
                 microbatches,
                 # Normalised once, by the tokens of the whole step: never a mean of means.
-                loss_scale=1.0 / supervised,
+                loss_scale=scale / supervised,
                 timeout_s=config.step_timeout_s,
                 # One that ends soon is waited for; one that takes longer than usual may never end.
                 may_stop=lambda: (
@@ -206,43 +203,43 @@ class Trainer:
             )
         except InterruptedRunError:
             self._stop_within(f"step {step} of {self._num_steps}, which is dropped")
-        loss = reports[-1].loss_sum / supervised
-        grad_norm = math.sqrt(math.fsum(report.grad_square_sum for report in reports))
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        numbers = StepNumbers.of(reports, supervised, scale, config.max_grad_norm)
         learning_rate = self._schedule.rate(step - 1)
         self._shadowing.before_commit(self._ring, step_s=self._step_s)
         self._ring.commit(
             step,
-            apply=finite,
+            apply=numbers.finite,
             learning_rate=learning_rate,
-            grad_scale=clip_scale(grad_norm, config.max_grad_norm) if finite else 0.0,
+            grad_scale=numbers.grad_scale,
             timeout_s=config.step_timeout_s,
         )
-        self._at = StepId(generation=self._ring.plan.generation, step=step)
+        self._at = StepId(generation=plan.generation, step=step)
         self._step_s = self._clock_s() - started_s
         self._ring.be_patient(self._step_s)
         metrics = step_metrics(
-            self._ring.plan,
+            plan,
             reports,
             step=step,
             epoch=step / self._data.batches.steps_per_epoch,
-            loss=loss,
+            loss=numbers.loss,
             lr=learning_rate,
-            grad_norm=grad_norm,
+            grad_norm=numbers.grad_norm,
             tokens=batch.num_tokens,
             supervised_tokens=supervised,
             positions=sum(microbatch.tokens_BT.size for microbatch in microbatches),
             step_s=self._step_s,
         )
-        self._record(metrics, finite=finite, num_microbatches=len(microbatches))
+        self._record(metrics, numbers, len(microbatches))
         self._shadowing.after_commit(self._ring, self._at, step_s=self._step_s)
-        if not finite:
+        if numbers.overflowed:
+            self._watcher.on_note(overflow_sentence(step, scale))
+        elif not numbers.finite:
             self._tell_dropped(metrics, reports)
         self._stopping.check_loss(metrics, self.progress.train_losses)
 
-    def _record(self, metrics: StepMetrics, *, finite: bool, num_microbatches: int) -> None:
+    def _record(self, metrics: StepMetrics, numbers: StepNumbers, num_microbatches: int) -> None:
         progress = self.progress
-        progress.after_step(metrics, finite=finite)
+        progress.after_step(metrics, finite=numbers.finite, overflowed=numbers.overflowed)
         if self._since_s is not None:
             seconds = self._clock_s() - self._since_s
             self._since_s = None

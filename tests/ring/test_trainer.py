@@ -165,6 +165,19 @@ def test_a_dropped_step_changes_nothing(tiny_model: Path, tmp_path: Path) -> Non
     assert int(first.optimizer["step"]) == STEPS - 1
 
 
+def test_gradients_through_fp16_are_those_of_fp32(tiny_model: Path, tmp_path: Path) -> None:
+    """The loss is scaled, nothing that is written down or applied is."""
+    config = replace(CONFIG, wire_dtype="fp16")
+    progress = trained(tiny_model, tmp_path / "half", backends=["torch", "mlx"], config=config)
+    trained(tiny_model, tmp_path / "full", backends=["torch", "mlx"])
+    assert progress.totals.loss_scale.num_good == STEPS
+    half, full = (RunDir(tmp_path / name).read_metrics() for name in ("half", "full"))
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in half] == pytest.approx([row[name] for row in full], rel=5e-3)
+    difference = largest_difference(adapter_of(tmp_path / "half"), adapter_of(tmp_path / "full"))
+    assert difference < 0.5 * CONFIG.learning_rate * STEPS
+
+
 def test_three_bad_steps_in_a_row_stop_the_run(tiny_model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with pytest.raises(NumericsError, match=r"step 5.*not finite: device0.*3 steps in a row"):

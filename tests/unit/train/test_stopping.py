@@ -15,9 +15,8 @@ from exo_train.train.loop import Trainer
 from exo_train.train.rundir import RunDir
 from exo_train.train.stopping import RUNAWAY_STEPS, best_of, check_early_stop
 from exo_train.train.watcher import Watcher
-from tests.unit.train.scripted_run import CONFIG, ScriptedStep, rows, run_script
+from tests.unit.train.scripted_run import CONFIG, SUPERVISED, ScriptedStep, rows, run_script
 
-SUPERVISED = 32  # tokens of a scripted step
 HELD_OUT = rows([4])
 NAN = math.nan
 EARLY = replace(CONFIG, early_stop=2, eval_every=2, save_every=0, keep=1)
