@@ -193,6 +193,9 @@ class TrainConfig:
     lora_plus_ratio: float = option(
         1.0, "Rate of LoRA's B over that of A (LoRA+)", group=RATE, above=0
     )
+    neftune_alpha: float = option(
+        0.0, "Noise on the embeddings in training (NEFTune); 5 is usual", group=RATE, minimum=0
+    )
     label_smoothing: float = option(
         0.0,
         "Share of each target spread over the vocabulary, in training's loss",

@@ -191,6 +191,7 @@ def plan_of(
         seed=config.seed,
         checkpoint_activations=config.checkpoint_activations,
         adapter_init=adapter_init,
+        neftune_alpha=config.neftune_alpha,
         label_smoothing=config.label_smoothing,
     )
 

@@ -34,6 +34,7 @@ class MicrobatchInput:
     split and microbatch size: with step, layer and target it decides the dropout mask.
     `row_starts` is empty where each sequence is one row; else it has each row's first position,
     counted through all sequences (sequence * T + position), and rows do not see each other.
+    `row_lengths` are the rows' positions without pads, on the stage with the embedding.
     """
 
     index: int
@@ -43,6 +44,7 @@ class MicrobatchInput:
     mask_BT: np.ndarray | None = None
     row_keys: tuple[int, ...] = ()
     row_starts: tuple[int, ...] = ()
+    row_lengths: tuple[int, ...] = ()
 
     def supervision(self) -> tuple[np.ndarray, np.ndarray]:
         """Give targets and mask, which the stage with the head is always sent."""
@@ -143,4 +145,5 @@ class StageOptions:
     wire_dtype: DType
     checkpoint_activations: bool = False
     adapter_init: str = "zero"
+    neftune_alpha: float = 0.0  # noise on the embeddings in training
     label_smoothing: float = 0.0  # in training; an evaluation's loss is plain

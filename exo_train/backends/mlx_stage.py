@@ -41,6 +41,8 @@ from exo_train.backends.mlx_model import (
     to_host,
     to_mlx,
 )
+from exo_train.backends.mlx_noise import with_noise
+from exo_train.backends.noise import noise_of
 from exo_train.backends.optimizers import Optimizer
 from exo_train.backends.sampling import generate_tokens
 from exo_train.backends.stage_model import input_name, layer_windows
@@ -210,7 +212,7 @@ class MlxStage:
 
     def evaluate(self, microbatch: MicrobatchInput) -> HostTensor | float:
         with self._on_device(f"evaluating {microbatch}"):
-            input_BTD = self._input(microbatch)
+            input_BTD = self._input(microbatch, noisy=False)
             output_BTD = self._run(self._adapter, input_BTD, microbatch, drops=False)
             if not self._stage.head:
                 return to_host(output_BTD, self._options.wire_dtype)
@@ -228,7 +230,7 @@ class MlxStage:
 
     def find_bad_activation(self, microbatch: MicrobatchInput, *, evaluation: bool = False) -> str:
         with self._on_device(f"looking for a bad value in {microbatch}"):
-            input_BTD = self._input(microbatch)
+            input_BTD = self._input(microbatch, noisy=not evaluation)
             outputs = self._outputs(self._adapter, input_BTD, microbatch, drops=not evaluation)
             return first_bad_value(
                 chain([(input_name(self._stage, self._options), input_BTD)], outputs)
@@ -308,10 +310,12 @@ class MlxStage:
         embedded_BTD: mx.array = self._model.model.embed_tokens(mx.array(tokens_BT))
         return embedded_BTD
 
-    def _input(self, microbatch: MicrobatchInput) -> mx.array:
+    def _input(self, microbatch: MicrobatchInput, *, noisy: bool = True) -> mx.array:
         if self._stage.embedding:
             assert microbatch.tokens_BT is not None
-            return self._embed(microbatch.tokens_BT)
+            alpha = self._options.neftune_alpha if noisy else 0.0
+            noise = noise_of(microbatch, alpha, seed=self._options.seed, step=self._step)
+            return with_noise(self._embed(microbatch.tokens_BT), noise)
         assert microbatch.hidden_BTD is not None
         return to_mlx(microbatch.hidden_BTD, MLX_DTYPES[self._options.compute_dtype])
 

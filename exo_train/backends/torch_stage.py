@@ -29,6 +29,7 @@ from exo_train.backends.lora import (
     select_arrays,
 )
 from exo_train.backends.memory import memory_errors_named, peak_process_bytes
+from exo_train.backends.noise import noise_of
 from exo_train.backends.optimizers import Optimizer
 from exo_train.backends.sampling import generate_tokens
 from exo_train.backends.stage_model import input_name
@@ -42,6 +43,7 @@ from exo_train.backends.torch_model import (
     to_host,
     to_torch,
 )
+from exo_train.backends.torch_noise import with_noise
 from exo_train.config import LoraConfig, OptimizerConfig
 from exo_train.errors import ConfigError, DoesNotFitError
 from exo_train.models.spec import ModelSpec
@@ -233,7 +235,8 @@ class TorchStage:
 
     def evaluate(self, microbatch: MicrobatchInput) -> HostTensor | float:
         with self._computing(f"evaluating {microbatch}"), torch.no_grad():
-            output_BTD = self._run(self._input(microbatch), None, microbatch.row_starts)
+            input_BTD = self._input(microbatch, noisy=False)
+            output_BTD = self._run(input_BTD, None, microbatch.row_starts)
             if self._stage.head:
                 return head_loss(self._model.lm_head, output_BTD, *microbatch.supervision())
             return to_host(output_BTD, self._options.wire_dtype)
@@ -247,7 +250,7 @@ class TorchStage:
 
     def find_bad_activation(self, microbatch: MicrobatchInput, *, evaluation: bool = False) -> str:
         with self._computing(f"looking for a bad value in {microbatch}"), torch.no_grad():
-            input_BTD = self._input(microbatch)
+            input_BTD = self._input(microbatch, noisy=not evaluation)
             dropout = None if evaluation else self._dropout(microbatch)
             with outputs_watched(self._stage.layers, self._model.model.layers) as bad_layers:
                 output_BTD = self._run(input_BTD, dropout, microbatch.row_starts)
@@ -339,11 +342,13 @@ class TorchStage:
     def _dropout(self, microbatch: MicrobatchInput) -> Dropout | None:
         return dropout_of(microbatch, self._dropout_rate, seed=self._options.seed, step=self._step)
 
-    def _input(self, microbatch: MicrobatchInput) -> torch.Tensor:
+    def _input(self, microbatch: MicrobatchInput, *, noisy: bool = True) -> torch.Tensor:
         if self._stage.embedding:
             assert microbatch.tokens_BT is not None
             tokens_BT = torch.from_numpy(microbatch.tokens_BT.astype(np.int64)).to(self._device)
-            return self._model.model.embed_tokens(tokens_BT)  # type: ignore[no-any-return]
+            alpha = self._options.neftune_alpha if noisy else 0.0
+            noise = noise_of(microbatch, alpha, seed=self._options.seed, step=self._step)
+            return with_noise(self._model.model.embed_tokens(tokens_BT), noise)
         assert microbatch.hidden_BTD is not None
         dtype = TORCH_DTYPES[self._options.compute_dtype]
         return to_torch(microbatch.hidden_BTD, device=self._device, dtype=dtype)

@@ -81,6 +81,7 @@ class Plan:
     checkpoint_activations: bool = False
     adapter_init: str = "zero"
     label_smoothing: float = 0.0
+    neftune_alpha: float = 0.0
 
     @property
     def hash(self) -> str:
@@ -95,6 +96,7 @@ class Plan:
             "lora": _with_floats(self.lora),
             "optimizer": _with_floats(self.optimizer),
             "label_smoothing": float(self.label_smoothing),
+            "neftune_alpha": float(self.neftune_alpha),
         }
         return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
@@ -121,6 +123,7 @@ class Plan:
                 seed=fields.whole("seed", low=0),
                 checkpoint_activations=fields.flag("checkpoint_activations"),
                 adapter_init=fields.text("adapter_init", choices=ADAPTER_INITS),
+                neftune_alpha=fields.number("neftune_alpha", low=0.0),
                 label_smoothing=fields.number("label_smoothing", low=0.0, high=_BELOW_ONE),
             )
         plan.validate()

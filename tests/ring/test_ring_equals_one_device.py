@@ -95,6 +95,8 @@ def test_dropout_is_the_same_on_any_ring(tiny_model: Path) -> None:
         {"optimizer": "sgd", "learning_rate": 0.3},
         {"adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 1e-4, "lora_plus_ratio": 8.0},
         {"label_smoothing": 0.3},
+        {"neftune_alpha": 0.3},
+        {"neftune_alpha": 0.3, "packing": True},
     ],
     ids=str,
 )
