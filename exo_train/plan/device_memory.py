@@ -136,17 +136,15 @@ def stage_costs(
         copies=NO_COPIES if backend == "torch" and is_gpu(backend, device) else copies,
         optimizer=optimizer,
     )
-    scores_per_position = 2 * shape.num_heads * value_bytes  # for each position looked at
-    scores = scores_per_position if backend == "mlx" else 0
+    scores = 2 * shape.num_heads * value_bytes * (backend == "mlx")  # for each position looked at
     memory = _scaled(measured, microbatch_size, sequence, scores_per_position=scores)
+    factor, library_bytes = _beyond_tensors(backend, device)
     if backend == "mlx":
-        layer = _mlx_layer(layer, scores_per_position * tokens * sequence, memory)
+        layer = _mlx_layer(layer, scores * tokens * sequence, memory)
         # Only the boundary tensors stay in flight; the head's gradient is one of them.
         head = dataclasses.replace(head, per_microbatch_bytes=0)
-        factor, library_bytes = 1.0, MLX_LIBRARY_BYTES
     else:
         on_cpu = not is_gpu(backend, device)
-        factor, library_bytes = (HEAP_FACTOR, TORCH_LIBRARY_BYTES) if on_cpu else (1.0, 0)
         if checkpoint_activations:
             input_bytes = tokens * shape.hidden_size * value_bytes
             layer = _checkpointed(layer, input_bytes, keeps_recomputed=on_cpu)
@@ -164,6 +162,13 @@ def stage_costs(
         head=_in_heap(head, factor),
         per_stage=_with_process(_in_heap(boundary, factor), processor, library_bytes),
     )
+
+
+def _beyond_tensors(backend: str, device: str) -> tuple[float, int]:
+    """Give what an allocator makes of a byte, and what a backend's libraries take."""
+    if backend == "mlx":
+        return 1.0, MLX_LIBRARY_BYTES
+    return (1.0, 0) if is_gpu(backend, device) else (HEAP_FACTOR, TORCH_LIBRARY_BYTES)
 
 
 def _scaled(

@@ -130,10 +130,7 @@ def pseudo_layer_costs(
     # (Chen et al. 2016, arXiv:1604.06174).
     layer_input = n * shape.hidden_size * activation_bytes
     num_values = adapter_params(shape, lora_rank=lora_rank, targets=targets)
-    # A copy for a rewind is of the parameters and the optimizer's state; a gradient comes to that.
-    copy_bytes = _FP32_BYTES * (
-        num_values + optimizer_values(shape, optimizer, lora_rank=lora_rank, targets=targets)
-    )
+    copy_bytes = copied_bytes(shape, optimizer, lora_rank=lora_rank, targets=targets)
     adapter_bytes = copy_bytes + _FP32_BYTES * num_values
     copies_bytes = (copies.own + copies.neighbours) * copy_bytes
     tied_copies_bytes = shape.num_layers * copies.neighbours * copy_bytes
@@ -147,7 +144,6 @@ def pseudo_layer_costs(
     )
     vocabulary = max(weight_bytes_per_param, MIN_VOCABULARY_BYTES_PER_PARAM)
     matrix_bytes = _rounded(shape.vocab_size * shape.hidden_size * vocabulary)
-    embedding = LayerCost(static_bytes=matrix_bytes, per_microbatch_bytes=0)
     head = LayerCost(
         static_bytes=matrix_bytes + _rounded(shape.hidden_size * vocabulary),
         # The final norm keeps its input in fp32, and the gradient found together with the loss
@@ -159,6 +155,7 @@ def pseudo_layer_costs(
         tied_bytes=matrix_bytes * shape.tied_embeddings + tied_copies_bytes,
         tied_copies_bytes=tied_copies_bytes,
     )
+    embedding = LayerCost(static_bytes=matrix_bytes, per_microbatch_bytes=0)
     return (embedding, *[layer] * shape.num_layers, head)
 
 
@@ -192,13 +189,17 @@ def adapter_params(shape: ModelShape, *, lora_rank: int, targets: Sequence[str])
     return lora_rank * sum(sum(shape.projection(target)) for target in targets)
 
 
-def optimizer_values(
+def copied_bytes(
     shape: ModelShape, optimizer: OptimizerConfig, *, lora_rank: int, targets: Sequence[str]
 ) -> int:
-    """Count what the optimizer keeps of a layer's adapter, in fp32 values: AdamW two of each."""
+    """Give a layer's part of a copy for a rewind: its adapter and what the optimizer keeps of it.
+
+    All in fp32. A stage itself has the gradients besides.
+    """
     sizes = [size for target in targets for size in shape.projection(target)]
     slots = [slot for size in sizes for slot in optimizer.slots((size, lora_rank)).values()]
-    return sum(math.prod(slot) for slot in slots)
+    num_values = adapter_params(shape, lora_rank=lora_rank, targets=targets)
+    return _FP32_BYTES * (num_values + sum(math.prod(slot) for slot in slots))
 
 
 def activation_bytes_per_token(

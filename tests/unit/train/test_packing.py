@@ -156,7 +156,7 @@ def test_rows_of_a_pack_cross_the_network() -> None:
     assert received.row_starts == microbatch.row_starts
     assert len(received.row_starts) == 4
     assert received.row_lengths == microbatch.row_lengths
-    assert received.row_lengths == (29, 19, 8, 8), "positions, of which a row has one less than tokens"
+    assert received.row_lengths == (29, 19, 8, 8), "a row's last token is no position"
 
 
 @pytest.mark.parametrize(
