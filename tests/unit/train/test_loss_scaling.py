@@ -10,10 +10,17 @@ import pytest
 from exo_train.errors import InterruptedRunError, NumericsError
 from exo_train.train.checkpoint import newest_checkpoint
 from exo_train.train.loop import Trainer
-from exo_train.train.loss_scaling import FIRST_SCALE, MAX_SCALE, STEPS_TO_GROW, LossScale
+from exo_train.train.loss_scaling import (
+    FIRST_SCALE,
+    MAX_SCALE,
+    STEPS_TO_GROW,
+    LossScale,
+    StepNumbers,
+)
 from exo_train.train.progress import Progress
 from exo_train.train.rundir import RunDir
 from exo_train.train.watcher import Watcher
+from exo_train.wire.pb import control_pb2 as pb
 from tests.unit.train.scripted_run import CONFIG, SUPERVISED, ScriptedStep, run_script
 
 STEPS = 9
@@ -75,6 +82,15 @@ def test_at_the_smallest_scale_it_is_a_failure(tmp_path: Path) -> None:
 
 def test_without_fp16_nothing_is_scaled(tmp_path: Path) -> None:
     assert fp16_run(tmp_path / "run", fits=1.0, wire_dtype="bf16").progress.totals.num_dropped == 0
+
+
+def test_gradients_are_applied_without_the_scale_and_clipped_by_their_own_norm() -> None:
+    reports = [pb.StepReport(grad_square_sum=(256 * 3.0) ** 2),
+               pb.StepReport(grad_square_sum=(256 * 4.0) ** 2, loss_sum=16.0)]  # fmt: skip
+    numbers = StepNumbers.of(reports, 8, 256.0, 2.0)
+    assert (numbers.loss, numbers.grad_norm) == (2.0, 5.0)
+    assert numbers.grad_scale == pytest.approx(2 / 5 / 256, rel=1e-6)
+    assert StepNumbers.of(reports, 8, 256.0, 0.0).grad_scale == 1 / 256
 
 
 def test_the_scale_grows_again_up_to_a_limit() -> None:
