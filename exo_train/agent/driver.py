@@ -107,8 +107,6 @@ def _train(
     replan: bool,
 ) -> Outcome:
     model, data = _read(home, config, narrator, resume)
-    Schedule.of(config, _num_steps(config, data))  # refuses a warm-up longer than the run
-    check_early_stop(config, num_held_out=len(data.held_out))
     state = _identity(model, data, config)
     vocab_size = model.manifest.spec.vocab_size
     data_hash = check_resumed(resume, checkpoint, state, vocab_size=vocab_size) if resume else None
@@ -275,6 +273,16 @@ def _identity(model: OpenedModel, data: Data, config: TrainConfig) -> dict[str, 
 
 
 def _read(
+    home: Home, config: TrainConfig, narrator: Narrator, resume: Path | None
+) -> tuple[OpenedModel, Data]:
+    """Give model and rows; refuses options that do not go with so many rows."""
+    model, data = _opened(home, config, narrator, resume)
+    Schedule.of(config, _num_steps(config, data))
+    check_early_stop(config, num_held_out=len(data.held_out))
+    return model, data
+
+
+def _opened(
     home: Home, config: TrainConfig, narrator: Narrator, resume: Path | None
 ) -> tuple[OpenedModel, Data]:
     """Rows first: what is wrong with them shows in seconds."""
