@@ -27,6 +27,7 @@ OPTIMIZERS = ("adamw", "adafactor", "sgd")
 LR_SCHEDULES = ("cosine", "linear", "constant")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 BAD_ROWS = ("error", "drop")
+REPORT_LIBRARIES = ("tensorboard", "wandb", "trackio", "swanlab")
 MAX_PROFILE_S = 60.0
 SYSTEM_ROLES = ("template", "merge", "drop", "error")
 TRAIN_TURNS = ("all", "last")
@@ -276,6 +277,11 @@ class TrainConfig:
         minimum=0,
         maximum=MAX_PROFILE_S,
     )
+    report_to: tuple[str, ...] = option(
+        (),
+        f"Numbers of each step to these, comma-separated: {', '.join(REPORT_LIBRARIES)}",
+        group=WHAT,
+    )
     run_dir: str = option("", "Where results go; must be empty", group=WHAT)
     step_timeout_s: float = option(
         600.0, "Longest wait within a step, seconds", group=DEVICES, above=0
@@ -289,6 +295,7 @@ class TrainConfig:
             raise ConfigError(
                 "'val_rows' and 'val_split' both say how many rows are held out; give one of them"
             )
+        _check_reports(self.report_to)
 
     @property
     def lora(self) -> LoraConfig:
@@ -342,6 +349,15 @@ def _check_targets(targets: tuple[str, ...]) -> None:
             raise ConfigError(
                 f"'targets': no projection is called '{target}'{nearest(target, ALL_TARGETS)}; "
                 f"known: {', '.join(ALL_TARGETS)}"
+            )
+
+
+def _check_reports(libraries: tuple[str, ...]) -> None:
+    for name in libraries:
+        if name not in REPORT_LIBRARIES:
+            raise ConfigError(
+                f"'report_to': '{name}' is not known{nearest(name, REPORT_LIBRARIES)}; "
+                f"known: {', '.join(REPORT_LIBRARIES)}; for none leave it out"
             )
 
 

@@ -22,6 +22,7 @@ from exo_train.agent.members import wait_candidates
 from exo_train.agent.opening import Narrator, OpenedModel, open_for_run, own_tls
 from exo_train.agent.recovery import Recovery
 from exo_train.agent.replicating import Replicator
+from exo_train.agent.reporting import Reports, check_installed
 from exo_train.agent.resuming import (
     NOT_COMPARED,
     check_resumed,
@@ -45,6 +46,7 @@ from exo_train.config import TrainConfig
 from exo_train.plan.plan import Plan
 from exo_train.plan.stages import StageSpec
 from exo_train.shell import command_line
+from exo_train.train.beginning import Beginning, beginning_of
 from exo_train.train.checkpoint import Checkpoint, checkpoint_steps, expected_checkpoint_bytes
 from exo_train.train.data_sources import absolute
 from exo_train.train.disk_pause import DiskPause
@@ -83,7 +85,11 @@ def train(
     """
     if os.environ.get(TIED_VARIABLE):
         watcher = _tied_to_input(watcher)
+    if resume is None:  # a run that is taken over goes on without them
+        check_installed(config.report_to)
     with contextlib.ExitStack() as stack:
+        reports = stack.enter_context(Reports(config, on_note=watcher.on_note))
+        watcher, narrator = reports.carrying(watcher, narrator)
         checkpoint = None
         if resume is not None:
             # Locked before anything is read: what is resumed must not change meanwhile.
@@ -111,6 +117,7 @@ def _train(
     vocab_size = model.manifest.spec.vocab_size
     data_hash = check_resumed(resume, checkpoint, state, vocab_size=vocab_size) if resume else None
     run_dir = _run_dir(home, config, resume)
+    narrator.on_begin(_beginning(config, model, data, run_dir, checkpoint))
     household = stack.enter_context(
         HouseholdNow(home, config, model, narrator, wants_stop=watcher.wants_stop)
     )
@@ -139,11 +146,10 @@ def _train(
     directory = RunDir.create(run_dir, allow_existing=resume is not None)
     if resume is None:
         stack.enter_context(directory.in_use())
+        keep_template(directory.path, config, model_path=model.path)
     if config.data:  # given, perhaps as the kept rows are damaged
         write_rows(directory.path, train=data.batches.examples, held_out=data.held_out)
     # From here on the run can be taken up again with --resume, even from step 0.
-    if resume is None:
-        keep_template(directory.path, config, model_path=model.path)
     directory.write_config(_absolute(config, model.path, run_dir, resume))
     _write_succession(directory.path, chosen.plan.run_id, config, model, household)
     _check_space(directory.path, model, config, data, checkpoint)
@@ -230,6 +236,26 @@ def _padding_note(data: Data, plan: Plan) -> str:
 
 def _num_steps(config: TrainConfig, data: Data) -> int:
     return config.steps or config.epochs * data.batches.steps_per_epoch
+
+
+def _beginning(
+    config: TrainConfig,
+    model: OpenedModel,
+    data: Data,
+    run_dir: Path,
+    checkpoint: Checkpoint | None,
+) -> Beginning:
+    num_steps = _num_steps(config, data)
+    schedule = Schedule.of(config, num_steps)
+    rates = [schedule.rate(update) for update in range(num_steps)]
+    return beginning_of(
+        config,
+        model.manifest.spec,
+        data,
+        rates=rates,
+        run_dir=str(run_dir),
+        steps_done=checkpoint.step if checkpoint else 0,
+    )
 
 
 def num_to_make_room_for(config: TrainConfig, *, steps_left: int, num_there: int) -> int:

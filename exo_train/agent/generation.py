@@ -6,11 +6,11 @@ is not there yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from exo_train.agent.run_template import tokenizer_of_run
-from exo_train.backends.base import StageOptions
+from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.registry import load_backend
 from exo_train.cluster.hardware import detect
 from exo_train.cluster.home import Home
@@ -59,6 +59,7 @@ class Generator:
         path = resolve_model(model_name, cache_dir=home.cache)
         spec, source = open_model(path)
         hardware = detect(backend=backend)
+        self.device = f"{hardware.backend}/{hardware.device}"
         self._backend = load_backend(hardware.backend)
         self._stage = self._backend.load_stage(
             spec,
@@ -73,13 +74,24 @@ class Generator:
                 wire_dtype=CONFIG_DTYPES["fp32"],
             ),
         )
-        if adapter is not None:
-            self._stage.load_adapter(adapter.arrays)
+        self._base = self._stage.adapter()  # as it starts, an adapter does nothing
+        self._tuned = adapter.arrays if adapter else None
+        self.use_adapter(adapter is not None)
         # As the run was trained; a bare model has no run directory, and its own template.
         self._tokenizer = (
             tokenizer_of_run(run, model_path=path) if adapter else load_tokenizer(path)
         )
         self._max_position = spec.max_position
+
+    @property
+    def stage(self) -> Stage:
+        """The whole model."""
+        return self._stage
+
+    def use_adapter(self, wanted: bool) -> None:
+        """Answer with the adapter on, or as the base alone does."""
+        assert self._tuned is not None or not wanted
+        self._stage.load_adapter(self._tuned if wanted and self._tuned else self._base)
 
     def answer(
         self,
@@ -91,29 +103,48 @@ class Generator:
         seed: int = 0,
     ) -> Iterator[str]:
         """Yield the answer piece by piece; a tokenizer without chat template continues the text."""
-        tokens = self._encode(prompt, system)
+        return self.continuation(
+            self._encode(prompt, system),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def continuation(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int = 200,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """Yield what follows the ids of a prompt, up to the end of the answer."""
         room = self._max_position - len(tokens)
         if room < 1:
             raise ConfigError(
-                f"the prompt has {len(tokens)} tokens, the model {self._max_position} positions"
+                f"the prompt has {len(tokens)} tokens, the model {self._max_position} "
+                f"positions; shorten it"
             )
         ids: list[int] = []
         said = ""
         for token in self._backend.generate(
             self._stage,
-            tokens,
+            list(tokens),
             max_tokens=min(max_tokens, room),
             temperature=temperature,
             seed=seed,
             stop_ids=self._stop_ids(),
         ):
             ids.append(token)
-            text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+            text = self.decode(ids)
             if text.endswith("\ufffd"):  # the rest of a character comes with the next token
                 continue
             yield text[len(said) :]
             said = text
-        yield str(self._tokenizer.decode(ids, skip_special_tokens=True))[len(said) :]
+        yield self.decode(ids)[len(said) :]
 
     def _encode(self, prompt: str, system: str | None) -> list[int]:
         if not self._tokenizer.chat_template:

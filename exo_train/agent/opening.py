@@ -23,6 +23,7 @@ from exo_train.models.manifest import ModelManifest, build_manifest
 from exo_train.models.open import open_model
 from exo_train.peer import Address, NodeId
 from exo_train.plan.plan import Plan
+from exo_train.train.beginning import Beginning
 from exo_train.train.ring import Ring, WeightsAccess
 from exo_train.transport.tls import MemberTls
 from exo_train.wire.pb import control_pb2 as pb
@@ -33,6 +34,7 @@ class Narrator:
     """What a run tells while it is prepared."""
 
     on_note: Callable[[str], None] = lambda note: None
+    on_begin: Callable[[Beginning], None] = lambda begin: None
     on_plan: Callable[[Plan], None] = lambda plan: None
 
 

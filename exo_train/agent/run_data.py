@@ -58,12 +58,6 @@ def encode_data(
     batches = plan_batches(train, config)
     for note in batches.notes:
         on_note(note)
-    tokens = sum(len(e.tokens) for e in train)
-    supervised = sum(e.num_supervised_tokens for e in train)
-    on_note(
-        f"{len(train)} training and {len(held_out)} held-out sequences, {tokens} tokens, "
-        f"{supervised / tokens:.0%} of them supervised"
-    )
     return Data(batches=batches, held_out=held_out)
 
 

@@ -17,6 +17,7 @@ from exo_train.cli import (
     cluster_commands,
     data_commands,
     doctor_command,
+    eval_command,
     model_commands,
     train_command,
 )
@@ -36,6 +37,7 @@ doctor_command.register(app)
 data_commands.register(app)
 train_command.register(app)
 model_commands.register(app)
+eval_command.register(app)
 
 
 def _version(wanted: bool) -> None:

@@ -28,16 +28,18 @@ def option_parameter(option: Option) -> Parameter:
 
 
 def signature_of(parameters: Mapping[str, Parameter]) -> inspect.Signature:
-    """Give the signature of a command that takes them by keyword."""
+    """Give the signature of a command that takes them, and its `context`, by keyword."""
+    by_keyword = inspect.Parameter.KEYWORD_ONLY
+    context = inspect.Parameter("context", by_keyword, annotation=typer.Context)
     return inspect.Signature(
         [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=default,
-                annotation=Annotated[kind, about],
-            )
-            for name, (kind, about, default) in parameters.items()
+            context,
+            *(
+                inspect.Parameter(
+                    name, by_keyword, default=default, annotation=Annotated[kind, about]
+                )
+                for name, (kind, about, default) in parameters.items()
+            ),
         ]
     )
 

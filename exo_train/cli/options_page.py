@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from exo_train.aliases import foreign_names
 from exo_train.config import OPTIONS
 from exo_train.options import Option
 
@@ -17,12 +18,26 @@ Made from the code by `make options`; a test compares the two.
 Each option may stand on the command line or, without its dashes, in the YAML file of `--config`;
 the command line wins over the file, the file over the default. A key that is not here is refused
 with the nearest name. A number may be written as 0.0001, 1e-4 or "1e-4".
+`exo-train train … --print-config` prints all of them with the place each is from, and trains
+nothing; what it prints is a file for `--config`.
 """
+
+FOREIGN = """## Names of other programs
+
+Options under the names that mlx-lm, TRL, axolotl and LLaMA-Factory have for them are read in the
+file and on the command line, and said: "'lora_r' is read as 'rank'". Two names of one option with
+different values are refused, and so is what has no meaning here, with what to say instead.
+`batch_size` is always the sequences of one update over all devices, while in other programs it may
+be those of a device or of a microbatch.
+
+| name | here |
+|---|---|"""
 
 
 def options_page() -> str:
     """Give the page as Markdown."""
-    return "\n".join([HEAD, *_groups()])
+    rows = [f"| {names} | {about} |" for names, about in foreign_names()]
+    return "\n".join([HEAD, *_groups(), FOREIGN, *rows, ""])
 
 
 def _groups() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`train`: options to a TrainConfig, Ctrl-C to an orderly stop, results to the screen."""
+"""`train`: the command line to options, Ctrl-C to an orderly stop, results to the screen."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 
 import typer
 
+from exo_train.agent.chosen_options import choose_options
 from exo_train.agent.driver import Outcome, train
 from exo_train.agent.opening import Narrator
-from exo_train.agent.resuming import resumed_options
-from exo_train.agent.yaml_file import read_mapping
+from exo_train.agent.reporting import check_installed
+from exo_train.cli.foreign_flags import TrainParser, foreign_flags
 from exo_train.cli.option_parameters import option_parameter, take_parameters
 from exo_train.cluster.home import open_home
 from exo_train.config import OPTIONS, TrainConfig
@@ -33,6 +34,7 @@ LAST_WORDS_S = 0.5  # for a few bytes to each device
 def register(app: typer.Typer) -> None:
     app.command(
         "train",
+        cls=TrainParser,
         epilog="Example: exo-train train HuggingFaceTB/SmolLM2-135M-Instruct --data chats.jsonl "
         "--steps 200",
     )(train_command)
@@ -44,9 +46,22 @@ def train_command(**values: Any) -> None:
     if replan and resume is None:
         raise ConfigError("--replan is for --resume RUN: a new run is planned anyway")
     given = {name: values[name] for name in OPTIONS if values[name] is not None}
-    options = read_options(values["config"], given, resume=resume)
+    chosen = choose_options(
+        values["config"], given | foreign_flags(values["context"]), resume=resume
+    )
+    if values["print_config"]:
+        for note in chosen.notes:
+            typer.echo(note, err=True)
+        typer.echo(chosen.to_json() if as_json else chosen.to_yaml(), nl=as_json)
+        return
+    if "report_to" in given:  # a resumed run may do without what it once had
+        check_installed(chosen.config.report_to)
+    if resume is None:
+        chosen.require_model_and_data()
     screen = make_screen(as_json=as_json)
-    outcome = run_training(options, screen, resume=resume, replan=replan)
+    if chosen.notes:
+        screen.note("; ".join(chosen.notes))
+    outcome = run_training(chosen.config, screen, resume=resume, replan=replan)
     if as_json:
         typer.echo(
             json.dumps(
@@ -69,6 +84,11 @@ _BESIDE_THE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
         typer.Option(help="With --resume: measure and split anew; else the split is kept."),
         False,
     ),
+    "print_config": (
+        bool,
+        typer.Option(help="Print the options as YAML with where each is from; train nothing."),
+        False,
+    ),
     "as_json": (bool, typer.Option("--json", help="One JSON object a line."), False),
 }
 
@@ -79,25 +99,6 @@ take_parameters(
     | {"model": (str | None, typer.Argument(help=OPTIONS["model"].help), None)}
     | _BESIDE_THE_OPTIONS,
 )
-
-
-def read_options(
-    file: Path | None, given: dict[str, Any], *, resume: Path | None = None
-) -> TrainConfig:
-    """Join file and command line; the command line wins."""
-    if resume is not None:
-        return resumed_options(resume, given if file is None else {**given, "config": file})
-    values: dict[str, Any] = {}
-    if file is not None:
-        values = read_mapping(file, option="--config")
-        TrainConfig.from_mapping(values, source=str(file))
-    options = TrainConfig.from_mapping(
-        {**{k.replace("-", "_"): v for k, v in values.items()}, **given}, source="command line"
-    )
-    for name, what in (("model", "MODEL"), ("data", "--data")):
-        if not getattr(options, name):
-            raise ConfigError(f"{what} is missing; see `exo-train train --help`")
-    return options
 
 
 def run_training(
@@ -116,7 +117,7 @@ def run_training(
         wants_stop=stop.wanted,
         on_ring=lambda ring: stop.before_end(ring.tell_end),
     )
-    narrator = Narrator(on_note=screen.note, on_plan=screen.plan)
+    narrator = Narrator(on_note=screen.note, on_begin=screen.begin, on_plan=screen.plan)
     with stop:
         try:
             return train(

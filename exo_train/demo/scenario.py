@@ -78,7 +78,7 @@ def _train(
         run_dir=str(options.run_dir or home.runs / stamp),
     )
     watcher = Watcher(on_step=screen.step, on_evaluation=screen.evaluation, on_note=screen.note)
-    narrator = Narrator(on_note=screen.note, on_plan=screen.plan)
+    narrator = Narrator(on_note=screen.note, on_begin=screen.begin, on_plan=screen.plan)
     try:
         return train(member, config, watcher=watcher, narrator=narrator)
     finally:

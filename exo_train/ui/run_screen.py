@@ -18,7 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from exo_train.plan.plan import Plan
+from exo_train.train.beginning import Beginning
 from exo_train.train.metrics import StepMetrics, finite_or_none
+from exo_train.ui.header import header_lines
 
 OVERALL_BAR_CELLS = 60
 DEVICE_BAR_CELLS = 12
@@ -28,6 +30,8 @@ class RunScreen(Protocol):
     """Context manager; `num_steps` is known once the data is."""
 
     def note(self, text: str) -> None: ...
+
+    def begin(self, begin: Beginning) -> None: ...
 
     def plan(self, plan: Plan) -> None: ...
 
@@ -46,6 +50,9 @@ class JsonScreen:
 
     def note(self, text: str) -> None:
         self._line("note", {"text": text})
+
+    def begin(self, begin: Beginning) -> None:
+        self._line("begin", begin.to_dict())
 
     def plan(self, plan: Plan) -> None:
         self._line("plan", {"hash": plan.hash, "plan": json.loads(plan.to_json())})
@@ -72,6 +79,10 @@ class PlainScreen:
 
     def note(self, text: str) -> None:
         _say(self._console, text)
+
+    def begin(self, begin: Beginning) -> None:
+        for line in header_lines(begin):
+            _say(self._console, line)
 
     def plan(self, plan: Plan) -> None:
         for rank in plan.ranks:
@@ -109,6 +120,10 @@ class LiveScreen:
 
     def note(self, text: str) -> None:
         _say(self._console, text)
+
+    def begin(self, begin: Beginning) -> None:
+        for line in header_lines(begin):
+            _say(self._console, line)
 
     def plan(self, plan: Plan) -> None:
         self._plan = plan
@@ -161,6 +176,9 @@ class SilentWhenClosed:
 
     def note(self, text: str) -> None:
         self._draw(lambda screen: screen.note(text))
+
+    def begin(self, begin: Beginning) -> None:
+        self._draw(lambda screen: screen.begin(begin))
 
     def plan(self, plan: Plan) -> None:
         self._draw(lambda screen: screen.plan(plan))

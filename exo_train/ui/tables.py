@@ -105,3 +105,32 @@ def _age(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def evaluation_screen(report: dict[str, Any]) -> RenderableType:
+    """Draw `eval --json`: losses of base and adapter, then answers side by side."""
+    facts = Text(
+        f"{report['data']}: {report['rows']} rows, {report['tokens']:,} tokens, "
+        f"{report['supervised_tokens']:,} of them supervised, at most "
+        f"{report['max_seq_length']} a row"
+    )
+    table = Table()
+    for heading in ("", "loss", "perplexity"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name in ("base", "tuned"):
+        if measured := report[name]:
+            perplexity = measured["perplexity"]
+            shown = "too large" if perplexity is None else f"{perplexity:.4g}"
+            table.add_row(name, f"{measured['loss']:.4f}", shown)
+    adapter = Text(f"adapter: {report['adapter'] or 'none'}")
+    return Group(adapter, facts, table, *map(_sample_table, report["samples"]))
+
+
+def _sample_table(sample: dict[str, Any]) -> Table:
+    table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name in ("prompt", "expected", "base", "tuned"):
+        if sample[name] is not None:
+            table.add_row(name, Text(sample[name].strip()))
+    return table

@@ -19,7 +19,7 @@ from exo_train.cli.main import app
 from exo_train.config import ALL_TARGETS, OPTIONS, TrainConfig
 
 GOLDEN = Path(__file__).with_name("cli_surface.txt")
-NOT_OF_THE_CONFIG = {"config", "resume", "replan", "as_json"}
+NOT_OF_THE_CONFIG = {"config", "resume", "replan", "print_config", "as_json"}
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 
 

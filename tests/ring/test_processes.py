@@ -38,6 +38,8 @@ def test_three_ranks_mixed_from_a_members_command_line(
     assert_same_training(run_dir, one_device_run)
 
     events = [json.loads(line) for line in done.stdout.splitlines()]
+    begin = next(event for event in events if event["event"] == "begin")
+    assert (begin["steps"], begin["trainable_share"] > 0) == (STEPS, True)
     notes = " ".join(event["text"] for event in events if event["event"] == "note")
     assert "attic fetched" in notes, "the model lies with desk alone, so it must have travelled"
     assert "hall fetched" in notes

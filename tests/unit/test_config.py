@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from exo_train.agent.chosen_options import choose_options
 from exo_train.agent.resuming import RESUME_MAY_CHANGE
-from exo_train.cli.train_command import read_options
 from exo_train.config import ALL_TARGETS, OPTIONS, TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.options import Option
@@ -36,6 +36,7 @@ CHOSEN: dict[str, tuple[Any, Any]] = {
     "min_devices": (2, 3),
     "devices": (["den-pc", "attic"], ["kitchen-mac", "den-pc", "attic"]),
     "layers": (["den-pc:3", "attic:5"], ["attic:8"]),
+    "report_to": (["wandb"], ["tensorboard", "trackio"]),
     "run_dir": ("file-run", "line-run"),
 }
 
@@ -79,6 +80,15 @@ FALSE_AND_MEANT: dict[str, Any] = {
     if name not in ("model", "data", "targets") and (empty := _empty_value(option)) is not None
 }
 REQUIRED = {"model": "m", "data": "d.jsonl"}
+
+
+def read_options(
+    file: Path | None, given: dict[str, Any], *, resume: Path | None = None
+) -> TrainConfig:
+    chosen = choose_options(file, given, resume=resume)
+    if resume is None:
+        chosen.require_model_and_data()
+    return chosen.config
 
 
 def _from(**values: Any) -> TrainConfig:

@@ -1,0 +1,397 @@
+"""Names that people bring from other fine-tuners: what each is here, or what to say instead.
+
+Owns the table of these names. Pure; must not know a whole mapping (`own_names` does). Names are
+those of mlx-lm, TRL and transformers, axolotl and LLaMA-Factory as their documentation has them.
+A name that is an option here is never one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from exo_train.config import OPTIONS
+
+Values = dict[str, Any]
+
+
+class NotHereError(Exception):
+    """A value that has no meaning here; says what to use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renamed:
+    """Another name of `option`; `read` turns its value into options here.
+
+    It may raise NotHereError. `about` is for the table in the docs: what becomes of the value.
+    """
+
+    names: tuple[str, ...]
+    option: str
+    read: Callable[[Any], Values] | None = None
+    about: str = ""
+    is_flag: bool = False  # true where it stands on a command line without a value
+
+    def is_here(self) -> bool:
+        return self.option in OPTIONS
+
+    def values(self, value: Any) -> Values:
+        return {self.option: value} if self.read is None else self.read(value)
+
+    def cells(self) -> str:
+        return f"read as `{self.option}`" + (f": {self.about}" if self.about else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """Accepted with values that ask for what is so anyway; refused with any other."""
+
+    names: tuple[str, ...]
+    accepted: tuple[Any, ...]
+    because: str
+    instead: str
+
+    def is_here(self) -> bool:
+        return True
+
+    def values(self, value: Any) -> Values:
+        if not any(_same(value, each) for each in self.accepted):
+            raise NotHereError(self.instead)
+        return {}
+
+    def cells(self) -> str:
+        accepted = ", ".join(f"`{str(each).lower()}`" for each in self.accepted)
+        return f"{accepted}: accepted, {self.because}; else refused: {self.instead}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    names: tuple[str, ...]
+    instead: str
+
+    def is_here(self) -> bool:
+        return True
+
+    def values(self, value: Any) -> Values:
+        raise NotHereError(self.instead)
+
+    def cells(self) -> str:
+        return f"refused: {self.instead}"
+
+
+Rule = Renamed | Settled | Refused
+
+
+def _same(value: Any, accepted: Any) -> bool:
+    if isinstance(value, bool) or isinstance(accepted, bool):
+        return value is accepted
+    return str(value).strip().lower() == str(accepted).lower()
+
+
+def _number(value: Any, expected: str) -> float:
+    try:
+        return float("nan" if isinstance(value, bool) else value)
+    except (TypeError, ValueError):
+        raise NotHereError(f"it must be {expected}") from None
+
+
+def _steps(value: Any) -> Values:
+    """In transformers -1 leaves the length to the epochs."""
+    return {"steps": 0 if _number(value, "a whole number") == -1 else value}
+
+
+def _rate_curve(value: Any) -> Values:
+    return {"lr_schedule": "constant" if value == "constant_with_warmup" else value}
+
+
+def _targets(value: Any) -> Values:
+    names = [value] if isinstance(value, str) else value
+    if names in (["all"], ["all-linear"]):
+        return {"targets": OPTIONS["targets"].default}
+    return {"targets": value}
+
+
+def _all_linear(value: Any) -> Values:
+    if value is not True:
+        raise NotHereError("say which projections with 'targets'")
+    return {"targets": OPTIONS["targets"].default}
+
+
+def _held_out(value: Any) -> Values:
+    number = _number(value, "a number of rows, or a share of them")
+    if number >= 1 or number == 0:
+        return {"val_rows": value}
+    if "val_split" not in OPTIONS:
+        raise NotHereError("say 'val_rows', a number of rows and no share of them")
+    return {"val_split": value}
+
+
+def _dtype(name: str) -> Callable[[Any], Values]:
+    def read(value: Any) -> Values:
+        if value is False:
+            return {}
+        if value is not True and value != "auto":
+            raise NotHereError("it must be true, false or auto")
+        return {"dtype": name if value is True else "auto"}
+
+    return read
+
+
+def _data(value: Any) -> Values:
+    """Take a path, or axolotl's list with one; kinds of rows are recognised row by row."""
+    entries = value if isinstance(value, list) else [value]
+    if len(entries) == 1:
+        entry = entries[0]
+        if isinstance(entry, dict) and isinstance(entry.get("path"), str):
+            if others := entry.keys() - {"path", "type", "ds_type"}:
+                raise NotHereError(f"'{min(map(str, others))}' in it is not known; say 'data'")
+            return {"data": entry["path"]}
+        if isinstance(entry, str):
+            return {"data": entry}
+    raise NotHereError("say 'data' with the file or directory")
+
+
+def _last_layers(value: Any) -> Values:
+    number = _number(value, "a number of layers")
+    return {"adapter_layers": "all" if number == -1 else f"last:{number:g}"}
+
+
+def _bits(number: int) -> Callable[[Any], Values]:
+    def read(value: Any) -> Values:
+        if not isinstance(value, bool):
+            raise NotHereError("it must be true or false")
+        return {"quantize": number} if value else {}
+
+    return read
+
+
+def _kind(value: Any) -> Values:
+    """In mlx-lm; "lora" is what there is without DoRA."""
+    if value not in ("lora", "dora"):
+        raise NotHereError("only LoRA and DoRA adapters are trained: lora or dora")
+    return {"dora": value == "dora"}
+
+
+def _optimizer(value: Any) -> Values:
+    return {"optimizer": "adamw" if str(value).startswith("adamw") else value}
+
+
+_EVERY_STEP = "every step is shown, and a line of metrics.jsonl"
+_SUPERVISED = 'of chats and completions the answers are learnt, of {"text": …} rows all'
+_TABLE: tuple[Rule, ...] = (
+    Renamed(names=("model_name_or_path", "base_model", "model_name"), option="model"),
+    Renamed(
+        names=("dataset", "datasets", "dataset_name", "train_file"),
+        option="data",
+        read=_data,
+        about="one file or directory, or a list with one `path`",
+    ),
+    Renamed(names=("output_dir", "adapter_path"), option="run_dir"),
+    Renamed(
+        names=("max_length", "cutoff_len", "sequence_len", "max_seq_len", "model_max_length"),
+        option="max_seq_length",
+    ),
+    Renamed(
+        names=("micro_batch_size", "per_device_train_batch_size"),
+        option="microbatch_size",
+        about="with `gradient_accumulation_steps` also `batch_size`, the product of both",
+    ),
+    Renamed(names=("num_train_epochs", "num_epochs"), option="epochs"),
+    Renamed(names=("max_steps",), option="steps", read=_steps, about="-1: by epochs"),
+    Renamed(
+        names=("iters",),
+        option="steps",
+        about="refused beside an accumulation, with which mlx-lm counts microbatches",
+    ),
+    Renamed(names=("lr",), option="learning_rate"),
+    Renamed(
+        names=("lr_scheduler_type", "lr_scheduler"),
+        option="lr_schedule",
+        read=_rate_curve,
+        about="`constant_with_warmup` is `constant`",
+    ),
+    Renamed(names=("warmup",), option="warmup_steps"),
+    Renamed(names=("lora_r", "lora_rank", "lora_parameters.rank"), option="rank"),
+    Renamed(names=("lora_alpha", "lora_parameters.alpha"), option="alpha"),
+    Renamed(names=("lora_dropout", "lora_parameters.dropout"), option="dropout"),
+    Renamed(
+        names=("lora_target_modules", "lora_target", "target_modules", "lora_parameters.keys"),
+        option="targets",
+        read=_targets,
+        about="`all` and `all-linear` are all projections",
+    ),
+    Renamed(
+        names=("lora_target_linear",), option="targets", read=_all_linear, is_flag=True, about="all"
+    ),
+    Renamed(
+        names=("num_layers", "lora_layers"),
+        option="adapter_layers",
+        read=_last_layers,
+        about="the last so many; -1: all",
+    ),
+    Settled(
+        names=("num_layers", "lora_layers"),
+        accepted=(-1,),
+        because="all layers get adapters",
+        instead="all layers get adapters here; leave it out",
+    ),
+    Renamed(names=("template",), option="chat_template"),
+    Renamed(names=("use_rslora", "peft_use_rslora"), option="rslora"),
+    Renamed(names=("use_dora", "peft_use_dora"), option="dora"),
+    Renamed(names=("resume_adapter_file", "lora_model_dir"), option="init_adapter"),
+    Renamed(names=("loraplus_lr_ratio",), option="lora_plus_ratio"),
+    Renamed(names=("neftune_noise_alpha",), option="neftune_alpha"),
+    Renamed(names=("label_smoothing_factor",), option="label_smoothing"),
+    Renamed(names=("optim",), option="optimizer", read=_optimizer, about="any AdamW is `adamw`"),
+    Renamed(names=("sample_packing",), option="packing"),
+    Renamed(names=("load_in_4bit",), option="quantize", read=_bits(4), is_flag=True, about="4"),
+    Renamed(names=("load_in_8bit",), option="quantize", read=_bits(8), is_flag=True, about="8"),
+    Renamed(
+        names=("val_set_size", "val_size"),
+        option="val_rows",
+        read=_held_out,
+        about="a number of rows",
+    ),
+    Renamed(names=("eval_steps", "steps_per_eval"), option="eval_every"),
+    Renamed(names=("early_stopping_patience",), option="early_stop"),
+    Renamed(names=("save_steps",), option="save_every"),
+    Renamed(names=("save_total_limit",), option="keep"),
+    Renamed(names=("gradient_checkpointing", "grad_checkpoint"), option="checkpoint_activations"),
+    Renamed(
+        names=("bf16",),
+        option="dtype",
+        read=_dtype("bf16"),
+        is_flag=True,
+        about="`bf16` where true",
+    ),
+    Renamed(
+        names=("fp16",),
+        option="dtype",
+        read=_dtype("fp16"),
+        is_flag=True,
+        about="`fp16` where true",
+    ),
+    Settled(
+        names=("train", "do_train"),
+        accepted=(True,),
+        because="`train` trains",
+        instead="to measure without training there is `exo-train eval`",
+    ),
+    Settled(
+        names=("test", "do_predict"),
+        accepted=(False,),
+        because="nothing is tested by `train`",
+        instead="leave it out, and run `exo-train eval` afterwards",
+    ),
+    Settled(
+        names=("mask_prompt", "completion_only_loss", "assistant_only_loss"),
+        accepted=(True,),
+        because=_SUPERVISED,
+        instead='to learn all tokens, give rows as {"text": …}',
+    ),
+    Settled(
+        names=("train_on_inputs", "train_on_prompt"),
+        accepted=(False,),
+        because=_SUPERVISED,
+        instead='to learn all tokens, give rows as {"text": …}',
+    ),
+    Renamed(names=("fine_tune_type",), option="dora", read=_kind, about="where it is `dora`"),
+    Settled(
+        names=("fine_tune_type", "finetuning_type", "adapter"),
+        accepted=("lora",),
+        because="what is trained is a LoRA adapter",
+        instead="only LoRA adapters are trained: lora, or leave it out",
+    ),
+    Settled(
+        names=("stage",),
+        accepted=("sft",),
+        because="that is what `train` does",
+        instead="only supervised fine-tuning (sft) is done",
+    ),
+    Settled(
+        names=("save_strategy", "eval_strategy", "evaluation_strategy"),
+        accepted=("steps",),
+        because="`save_every` and `eval_every` count steps",
+        instead="say 'save_every' or 'eval_every', in steps",
+    ),
+    Refused(names=("logging_steps", "steps_per_report"), instead=f"{_EVERY_STEP}; leave it out"),
+    Refused(names=("val_batches",), instead="all held-out rows are measured: say 'val_rows'"),
+    Refused(
+        names=("per_device_eval_batch_size", "eval_batch_size"),
+        instead="it changes no number here: leave it out",
+    ),
+    Refused(
+        names=("resume_from_checkpoint",),
+        instead="say --resume RUN on the command line, without --config",
+    ),
+    Refused(names=("wandb", "use_wandb"), instead="say 'report_to: wandb'"),
+    Refused(
+        names=("project_name", "wandb_project"),
+        instead="say it in WANDB_PROJECT, TRACKIO_PROJECT or SWANLAB_PROJECT in the environment",
+    ),
+    Refused(names=("hf_dataset",), instead="say 'data', a file with its rows"),
+    Refused(
+        names=("deepspeed", "fsdp", "accelerate"),
+        instead="the devices of the cluster are used by themselves: leave it out",
+    ),
+)
+NESTED = "lora_parameters"  # mlx-lm's, with what is in it
+SCALES = ("lora_parameters.scale", "lora_scale")
+ACCUMULATIONS = ("gradient_accumulation_steps", "grad_accumulation_steps")
+# Values that need another option's.
+_TOGETHER = (
+    (SCALES, "read as `alpha`: scale × `rank`"),
+    (
+        ACCUMULATIONS,
+        "read as `batch_size`: times `microbatch_size`; refused where that is not said",
+    ),
+)
+
+
+_NOTHING_LIKE_IT = "there is nothing like it here; leave it out"
+
+
+def _rules() -> dict[str, Rule]:
+    """Give the first rule of each name whose option is here.
+
+    What is not here may be switched off in a file that is used elsewhere, too.
+    """
+    rules: dict[str, Rule] = {}
+    for rule in _TABLE:
+        if rule.is_here():
+            rules |= {name: rules.get(name, rule) for name in rule.names if name not in OPTIONS}
+    nothing = {
+        name: Settled(
+            names=rule.names,
+            accepted=(False,),
+            because="there is nothing like it here",
+            instead=_NOTHING_LIKE_IT,
+        )
+        for rule in _TABLE
+        for name in rule.names
+        if name not in OPTIONS
+    }
+    return nothing | rules
+
+
+RULES = _rules()
+
+
+def is_flag(name: str) -> bool:
+    """Say whether a name stands on a command line by itself, as those programs have it."""
+    rule = RULES.get(name)
+    if isinstance(rule, Renamed):
+        return rule.is_flag or OPTIONS[rule.option].hint is bool
+    return isinstance(rule, Settled) and isinstance(rule.accepted[0], bool)
+
+
+def foreign_names() -> Iterator[tuple[str, str]]:
+    """Give each row of the table in the docs: names of one meaning, and what they are here."""
+    by_meaning: dict[str, list[str]] = {}
+    for name, rule in RULES.items():
+        by_meaning.setdefault(rule.cells(), []).append(name)
+    for cells, names in by_meaning.items():
+        yield ", ".join(f"`{name}`" for name in names), cells
+    for group, about in _TOGETHER:
+        yield ", ".join(f"`{name}`" for name in group if name not in OPTIONS), about
