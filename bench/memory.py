@@ -125,7 +125,6 @@ def costs_of(setting: Setting, times: BlockTimes) -> StageCosts:
             backend=setting.backend, device="cpu", process_bytes=times.process_bytes
         ),
         value_bytes=value_bytes,
-        weight_bytes_per_param=value_bytes,
         wire_bytes=value_bytes,
         lora_rank=setting.rank,
         targets=LoraConfig().targets,

@@ -25,6 +25,8 @@ ALL_TARGETS = (
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 OPTIMIZERS = ("adamw", "adafactor", "sgd")
 LR_SCHEDULES = ("cosine", "linear", "constant")
+QUANTIZE_BITS = (0, 4, 8)
+BASE_WEIGHTS = ("auto", "packed", "dense")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 BAD_ROWS = ("error", "drop")
 REPORT_LIBRARIES = ("tensorboard", "wandb", "trackio", "swanlab")
@@ -217,6 +219,19 @@ class TrainConfig:
     )
     checkpoint_activations: bool = option(
         False, "Recompute layers in backward: less memory, more time", group=NUMBERS
+    )
+    quantize: int = option(
+        0,
+        "Bits of the base's projections, 4 or 8; 0: as the model has them",
+        group=NUMBERS,
+        choices=QUANTIZE_BITS,
+        shows_default=False,
+    )
+    base_weights: str = option(
+        "auto",
+        "how quantised weights lie in memory; auto: packed, but dense on a CPU with much room",
+        group=NUMBERS,
+        choices=BASE_WEIGHTS,
     )
     val_rows: int = option(
         0, "Rows held out when the data has no valid part", group=CHECKS, minimum=0

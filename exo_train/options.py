@@ -30,13 +30,14 @@ class About:
     above: float | None = None
     maximum: float | None = None
     below: float | None = None
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] | tuple[int, ...] = ()
     shows_default: bool = True  # a number's; else `text` says what happens without it
 
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError for a value outside the range or the choices."""
         if self.choices and value not in self.choices:
-            raise ConfigError(f"'{name}' must be one of {', '.join(self.choices)}, got '{value}'")
+            known = ", ".join(map(str, self.choices))
+            raise ConfigError(f"'{name}' must be one of {known}, got '{value}'")
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"'{name}' must be a finite number, got {value}")
         is_outside = (
@@ -92,7 +93,8 @@ class Option:
         about, default = self.about, self.default
         text = about.text
         if about.choices:
-            *others, last = sorted(about.choices, key=lambda choice: choice != default)
+            first_default = sorted(about.choices, key=lambda choice: choice != default)
+            *others, last = map(str, first_default)
             text = f"{', '.join(others)} or {last}: {text}"
         if type(default) in (int, float) and about.shows_default:
             text = f"{text} ({default:g})"

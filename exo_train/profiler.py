@@ -54,6 +54,8 @@ def _measure(document: bytes) -> dict[str, object]:
         checkpoint_activations=request.checkpoint_activations,
         with_ends=request.with_ends,
         budget_s=request.budget_s,
+        quantize=request.quantize,
+        base_weights=request.base_weights,
     ).to_fields()
 
 

@@ -14,6 +14,8 @@ from exo_train.agent.planning import make_plan
 from exo_train.cli.main import main
 from exo_train.config import TrainConfig
 from exo_train.errors import DoesNotFitError
+from exo_train.models.packed import Packing
+from tests.packed_models import make_packed_model
 from tests.ring.rings import candidates, manifest_of
 from tests.tiny_models import make_tiny_model
 
@@ -83,6 +85,23 @@ def assert_one_sentence(error: str) -> None:
     assert "Traceback" not in error
 
 
+def quantised_by(**settings: object) -> Callable[[Path, Path], Path]:
+    def make(model: Path, tmp_path: Path) -> Path:
+        copy = shutil.copytree(model, tmp_path / "quantised")
+        config = json.loads((copy / "config.json").read_text("utf-8"))
+        write(copy / "config.json", json.dumps(config | {"quantization": settings}))
+        return copy
+
+    return make
+
+
+MODELS |= {
+    "6 bits": (quantised_by(bits=6, group_size=64), ("config.json", "6 bits", "--quantize 4")),
+    "mxfp4": (quantised_by(bits=4, group_size=32, mode="mxfp4"), ("config.json", "mxfp4")),
+    "gptq": (quantised_by(bits=4, group_size=128, quant_method="gptq"), ("gptq", "GGUF")),
+}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_wrong_models(
     name: str, model: Path, tmp_path: Path, run: Callable[..., tuple[int, str]]
@@ -135,6 +154,7 @@ def test_wrong_data_is_found_before_any_model_loads(
         (("--targets", "q_proj,k_porj"), ("k_porj", "k_proj")),
         (("--dtype", "fp64"), ("dtype", "bf16")),
         (("--learning-rate", "0"), ("learning_rate",)),
+        (("--quantize", "3"), ("quantize", "0, 4, 8")),
         (("--max-seq-length", "999999"), ("max_seq_length",)),
         (("--config", "absent.yaml"), ("absent.yaml",)),
         (("--columns", "promt=question"), ("promt", "did you mean 'prompt'")),
@@ -189,6 +209,17 @@ def test_unknown_template_is_refused_before_any_model_is_looked_for(
     assert code == 2
     assert_one_sentence(error)
     assert "did you mean 'chatml'?" in error
+
+
+def test_a_quantised_base_is_not_quantised_again(
+    tmp_path: Path, run: Callable[..., tuple[int, str]]
+) -> None:
+    packed = make_packed_model(tmp_path / "packed", Packing(bits=4, group_size=64), num_layers=1)
+    data = write(tmp_path / "data.jsonl", GOOD_ROW * 3)
+    code, error = run("train", str(packed), "--data", str(data), "--quantize", "8")
+    assert code == 2
+    assert_one_sentence(error)
+    assert "quantised already (4 bits in groups of 64); leave --quantize out" in error
 
 
 def test_status_without_an_agent(run: Callable[..., tuple[int, str]]) -> None:

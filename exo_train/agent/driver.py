@@ -323,6 +323,7 @@ def _opened(
     model = open_for_run(home, config.model)
     spec = model.manifest.spec
     spec.validate_max_seq_length(config.max_seq_length)
+    spec.validate_quantize(config.quantize)
     data = encode_data(files, config, model_path=model.path, spec=spec, on_note=narrator.on_note)
     return model, data
 

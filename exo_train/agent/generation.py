@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from exo_train.agent.planning import model_shape
 from exo_train.agent.run_template import tokenizer_of_run
 from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.registry import load_backend
@@ -21,7 +23,9 @@ from exo_train.export.adapters import read_adapter
 from exo_train.models.hub import resolve_model
 from exo_train.models.open import open_model
 from exo_train.models.tokenizer import load_tokenizer
+from exo_train.plan.device_memory import Processor
 from exo_train.plan.stages import StageSpec
+from exo_train.plan.workloads import held_shape, weights_held
 from exo_train.train.chat import encode_prompt, end_of_turn
 from exo_train.train.checkpoint import newest_checkpoint
 from exo_train.train.rows import Message
@@ -51,6 +55,7 @@ class Generator:
         adapter = None
         model_name = run_or_model
         self._system_role = SYSTEM_ROLES[0]
+        config: dict[str, Any] = {}
         if (run / CONFIG_FILE).is_file():
             config = RunDir.open(run).read_config()
             model_name = str(config.get("model", ""))
@@ -60,6 +65,8 @@ class Generator:
         spec, source = open_model(path)
         hardware = detect(backend=backend)
         self.device = f"{hardware.backend}/{hardware.device}"
+        compute_dtype = CONFIG_DTYPES[hardware.dtypes[0]]
+        quantize = int(config.get("quantize", 0))
         self._backend = load_backend(hardware.backend)
         self._stage = self._backend.load_stage(
             spec,
@@ -70,8 +77,18 @@ class Generator:
             optimizer=OptimizerConfig(),
             options=StageOptions(
                 seed=0,
-                compute_dtype=CONFIG_DTYPES[hardware.dtypes[0]],
+                compute_dtype=compute_dtype,
                 wire_dtype=CONFIG_DTYPES["fp32"],
+                quantize=quantize,
+                base_weights=weights_held(
+                    # A token is not a batch: where memory allows, speed counts.
+                    held_shape(model_shape(spec), quantize=quantize, base_weights="packed"),
+                    Processor(backend=hardware.backend, device=hardware.device),
+                    wanted=str(config.get("base_weights", "auto")),
+                    quantize=0,
+                    usable_bytes=hardware.usable_memory_bytes,
+                    value_bytes=compute_dtype.num_bytes,
+                ),
             ),
         )
         self._base = self._stage.adapter()  # as it starts, an adapter does nothing

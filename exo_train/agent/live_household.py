@@ -65,7 +65,10 @@ def request_for(
     with_ends: bool = True,
     budget_s: float = BUDGET_S,
 ) -> ProfileRequest:
-    """Ask for a layer as this run would compute it on `candidate`."""
+    """Ask for a layer as this run would compute it on `candidate`.
+
+    `config.base_weights` is what the candidate is to do; undecided ("auto"), it is packed.
+    """
     return ProfileRequest(
         config_json=config_json,
         backend=candidate.backend,
@@ -77,6 +80,8 @@ def request_for(
         checkpoint_activations=config.checkpoint_activations,
         with_ends=with_ends,
         budget_s=budget_s,
+        quantize=config.quantize,
+        base_weights="dense" if config.base_weights == "dense" else "packed",
     )
 
 

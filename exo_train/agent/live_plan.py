@@ -24,6 +24,7 @@ from exo_train.agent.planning import (
     compute_dtype,
     model_shape,
     wire_dtype,
+    with_weights_held,
 )
 from exo_train.config import TrainConfig
 from exo_train.errors import DoesNotFitError, ExoTrainError, InterruptedRunError, PeerError
@@ -126,7 +127,7 @@ class LiveProblem:
             measured = Measured(memory=times.memory, size=self.size, sequence=self.width)
         costs = run_stage_costs(
             self.shape,
-            self.config,
+            with_weights_held(candidate, self.config, self.spec),
             _processor(candidate, times, dtype),
             microbatch_size=microbatch_size,
             sequence=longest,
@@ -164,7 +165,6 @@ class LiveProblem:
             usable_bytes=tuple((c.name, c.usable_memory_bytes) for c in self.candidates),
             microbatch_size=size,
             value_bytes=value_bytes,
-            weight_bytes_per_param=value_bytes,
             processors=tuple(map(_processor, self.candidates, self.times, self.dtypes)),
         )
         return refusal(attempt, self.shape, said=said)
@@ -294,7 +294,7 @@ def measure(
         candidate.key: request_for(
             candidate,
             spec.config_json,
-            config,
+            with_weights_held(candidate, config, spec),
             compute_dtype=compute_dtype(candidate, config.dtype),
             microbatch_size=size,
             sequence=width,

@@ -6,6 +6,8 @@ by memory needs no measurement, so `verify` and `train --profile-s 0` take it.
 
 from __future__ import annotations
 
+import functools
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +16,16 @@ from typing import Any
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.models.manifest import ModelManifest
-from exo_train.models.spec import ModelSpec
+from exo_train.models.spec import EMBEDDING, LM_HEAD, ModelSpec, is_projection
 from exo_train.peer import Address, NodeId
-from exo_train.plan.memory import ModelShape, boundary_cost, pseudo_layer_costs
+from exo_train.plan.device_memory import Processor
+from exo_train.plan.memory import (
+    DENSE,
+    ModelShape,
+    WeightForm,
+    boundary_cost,
+    pseudo_layer_costs,
+)
 from exo_train.plan.partition import (
     DeviceBudget,
     StageAssignment,
@@ -26,7 +35,7 @@ from exo_train.plan.partition import (
 )
 from exo_train.plan.plan import Key, Plan, RankPlan
 from exo_train.plan.stages import StageSpec
-from exo_train.plan.workloads import run_copies
+from exo_train.plan.workloads import held_shape, run_copies, weights_held
 from exo_train.train.batches import choose_microbatch_size
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -179,7 +188,12 @@ def plan_of(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         ranks=tuple(
-            _rank(index, part, dtype)
+            _rank(
+                index,
+                part,
+                dtype,
+                base_weights=with_weights_held(part.candidate, config, spec).base_weights,
+            )
             for index, (part, dtype) in enumerate(zip(parts, dtypes, strict=True))
         ),
         pipeline_schedule=config.pipeline_schedule,
@@ -193,7 +207,21 @@ def plan_of(
         adapter_init=adapter_init,
         neftune_alpha=config.neftune_alpha,
         label_smoothing=config.label_smoothing,
+        quantize=config.quantize,
     )
+
+
+def with_weights_held(candidate: Candidate, config: TrainConfig, spec: ModelSpec) -> TrainConfig:
+    """Give the options in which `base_weights` says what the candidate is to do."""
+    held = weights_held(
+        model_shape(spec),
+        Processor(backend=candidate.backend, device=candidate.device),
+        wanted=config.base_weights,
+        quantize=config.quantize,
+        usable_bytes=candidate.usable_memory_bytes,
+        value_bytes=DTYPE_BYTES[compute_dtype(candidate, config.dtype)],
+    )
+    return replace(config, base_weights=held)
 
 
 def compute_dtype(candidate: Candidate, wanted: str) -> str:
@@ -230,7 +258,48 @@ def model_shape(spec: ModelSpec) -> ModelShape:
         head_dim=spec.head_dim,
         vocab_size=spec.vocab_size,
         tied_embeddings=spec.tied_embeddings,
+        layer_weights=_layer_form(spec),
+        vocabulary_weights=_vocabulary_form(spec),
     )
+
+
+def _vocabulary_form(spec: ModelSpec) -> WeightForm:
+    """Give the form of embedding and head that takes more."""
+    forms = [_form(spec, EMBEDDING)]
+    if not spec.tied_embeddings:
+        forms.append(_form(spec, LM_HEAD))
+    return max(forms, key=_bytes_in_16_bit)
+
+
+@functools.lru_cache(maxsize=32)
+def _layer_form(spec: ModelSpec) -> WeightForm:
+    """Give the form of the layer whose projections take most."""
+    if spec.quantisation is None:
+        return DENSE
+    shapes = spec.all_tensor_shapes()
+    forms = []
+    for layer in range(spec.num_layers):
+        names = [n for n in shapes if n.startswith(f"model.layers.{layer}.") and is_projection(n)]
+        total = sum(math.prod(shapes[name]) for name in names)
+        parts = [(_form(spec, name), math.prod(shapes[name]) / total) for name in names]
+        forms.append(
+            WeightForm(
+                code_bytes=sum(form.code_bytes * share for form, share in parts),
+                floats=sum(form.floats * share for form, share in parts),
+            )
+        )
+    return max(forms, key=_bytes_in_16_bit)
+
+
+def _form(spec: ModelSpec, name: str) -> WeightForm:
+    packing = spec.quantisation.of(name.removesuffix(".weight")) if spec.quantisation else None
+    if packing is None:
+        return DENSE
+    return WeightForm.packed(bits=packing.bits, group_size=packing.group_size)
+
+
+def _bytes_in_16_bit(form: WeightForm) -> float:
+    return form.bytes_per_value(DTYPE_BYTES["bf16"])
 
 
 def _assign(
@@ -241,12 +310,16 @@ def _assign(
     microbatch_size: int,
     num_microbatches: int,
 ) -> list[StageAssignment]:
-    shape = model_shape(spec)
+    held = [with_weights_held(candidate, config, spec).base_weights for candidate in candidates]
+    shape = held_shape(
+        model_shape(spec),
+        quantize=config.quantize,
+        base_weights="dense" if "dense" in held else "packed",
+    )
     value_bytes = max(DTYPE_BYTES[dtype] for dtype in dtypes)
     microbatch_tokens = microbatch_size * config.max_seq_length
     costs = pseudo_layer_costs(
         shape,
-        weight_bytes_per_param=value_bytes,
         lora_rank=config.rank,
         targets=config.targets,
         microbatch_tokens=microbatch_tokens,
@@ -273,7 +346,7 @@ def _assign(
     )
 
 
-def _rank(index: int, part: Part, dtype: str) -> RankPlan:
+def _rank(index: int, part: Part, dtype: str, *, base_weights: str) -> RankPlan:
     return RankPlan(
         rank=index,
         node_id=part.candidate.node_id,
@@ -283,4 +356,5 @@ def _rank(index: int, part: Part, dtype: str) -> RankPlan:
         compute_dtype=dtype,
         stage=part.stage,
         memory_bytes=part.memory_bytes,
+        base_weights=base_weights,
     )

@@ -27,6 +27,7 @@ from exo_train.plan.device_memory import Processor, stage_costs
 from exo_train.plan.memory_kinds import memory_by_kind
 from exo_train.plan.partition import gigabytes
 from exo_train.plan.stages import StageSpec
+from exo_train.plan.workloads import held_shape
 
 # Loading a framework from a cold disk takes some ten seconds, and a slow device takes a dozen
 # layers' times whatever the budget is.
@@ -224,10 +225,9 @@ def profiler_bytes(request: ProfileRequest) -> int:
     spec = ModelSpec.from_config(json.loads(request.config_json), place="the model's config")
     value_bytes = DTYPE_BYTES[request.compute_dtype]
     costs = stage_costs(
-        model_shape(spec),
+        held_shape(model_shape(spec), quantize=request.quantize, base_weights=request.base_weights),
         processor=Processor(backend=request.backend, device=request.device),
         value_bytes=value_bytes,
-        weight_bytes_per_param=value_bytes,
         wire_bytes=value_bytes,
         lora_rank=request.lora.rank,
         targets=request.lora.targets,

@@ -25,7 +25,7 @@ from exo_train.train.rundir import PLAN_FILE, SUMMARY_FILE, RunDir
 RESUME_MAY_CHANGE = (
     "model", "data", "devices", "min_devices", "device_wait_s", "layers", "profile_s",
     "save_every", "save_minutes", "keep", "shadow", "takeover", "step_timeout_s",
-    "early_stop", "stop_loss", "report_to",
+    "early_stop", "stop_loss", "report_to", "base_weights",
 )  # fmt: skip
 # A template is kept with the run; what it makes of the rows is compared with the data.
 NOT_COMPARED = (*RESUME_MAY_CHANGE, "run_dir", "chat_template")

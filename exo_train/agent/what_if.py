@@ -81,7 +81,6 @@ class WhatIf:
             usable_bytes=tuple((d.name, d.usable_bytes) for d in self.one_sequence.devices),
             microbatch_size=min(given, self.config.batch_size),
             value_bytes=self.value_bytes,
-            weight_bytes_per_param=self.value_bytes,
             processors=known if len(known) == len(self.processors) else (),
         )
         return refusal(attempt, self.shape, said=said)
@@ -119,6 +118,7 @@ def read_spec(home: Home, config: TrainConfig) -> ModelSpec:
         resolve_config(config.model, cache_dir=home.cache), place=config.model
     )
     spec.validate_max_seq_length(config.max_seq_length)
+    spec.validate_quantize(config.quantize)
     return spec
 
 

@@ -137,7 +137,9 @@ class StageOptions:
     """Run-wide settings every stage needs; identical on all ranks.
 
     `adapter_init` "zero" is LoRA's usual start (B = 0); "random" fills B too, so that every
-    gradient is non-zero in a comparison.
+    gradient is non-zero in a comparison. `quantize` is 4 or 8 bits for the projections of an
+    unquantised base, 0: none. `base_weights` "packed" keeps quantised weights as they are, "dense"
+    the same numbers in the compute dtype.
     """
 
     seed: int
@@ -147,3 +149,5 @@ class StageOptions:
     adapter_init: str = "zero"
     neftune_alpha: float = 0.0  # noise on the embeddings in training
     label_smoothing: float = 0.0  # in training; an evaluation's loss is plain
+    quantize: int = 0
+    base_weights: str = "packed"

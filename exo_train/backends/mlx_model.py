@@ -14,8 +14,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-from exo_train.backends.stage_model import global_name, read_tensor
+from exo_train.backends.base import StageOptions
+from exo_train.backends.mlx_packed import PackedEmbedding, PackedLinear
+from exo_train.backends.stage_model import global_name, read_weight
 from exo_train.errors import ConfigError
+from exo_train.models.packed import PackedMatrix
 from exo_train.models.spec import ModelSpec
 from exo_train.models.tensors import TensorSource
 from exo_train.plan.stages import StageSpec
@@ -40,16 +43,21 @@ def checked_device(device: str) -> mx.Device:
 
 
 def load_base_model(
-    spec: ModelSpec, stage: StageSpec, tensors: TensorSource, *, dtype: mx.Dtype
+    spec: ModelSpec, stage: StageSpec, tensors: TensorSource, *, device: str, options: StageOptions
 ) -> Any:
     """Give an mlx_lm model with only this stage's modules, weights frozen and in memory."""
+    dtype = MLX_DTYPES[options.compute_dtype]
     config = {**spec.explicit_config(), "num_hidden_layers": stage.num_layers}
     model_class, args_class = _get_classes(config)
     # Its random first values are lazy: replaced before they are ever computed.
     model = model_class(args_class.from_dict(config))
     _keep_owned(model, stage, tied=spec.tied_embeddings)
     for local_name, _ in tree_flatten(model.parameters()):
-        array = to_mlx(read_tensor(tensors, global_name(local_name, stage)), dtype)
+        read = read_weight(tensors, global_name(local_name, stage), options)
+        if isinstance(read, PackedMatrix):
+            _put_packed(model, local_name, read, dtype=dtype, fused=device == "gpu")
+            continue
+        array = to_mlx(read, dtype)
         mx.eval(array)
         model.load_weights([(local_name, array)], strict=False)
     model.freeze()
@@ -66,6 +74,24 @@ def _keep_owned(model: Any, stage: StageSpec, *, tied: bool) -> None:
         model.model.norm = nn.Identity()
         if not tied:
             del model.lm_head
+
+
+def _put_packed(
+    model: Any, local_name: str, matrix: PackedMatrix, *, dtype: mx.Dtype, fused: bool
+) -> None:
+    """Put a packed module in the place of the one whose weight is called `local_name`."""
+    *path, leaf, _ = local_name.split(".")
+    parent = model
+    for part in path:
+        parent = parent[int(part)] if part.isdecimal() else parent[part]
+    if isinstance(parent[leaf], nn.Embedding):
+        packed: Any = PackedEmbedding(matrix, dtype=dtype, fused=fused)
+    else:
+        packed = PackedLinear(matrix, dtype=dtype, fused=fused)
+        if "bias" in parent[leaf]:
+            packed.bias = parent[leaf].bias  # its values come by its own name
+    mx.eval(packed.parameters())
+    parent[leaf] = packed
 
 
 def head_logits(model: Any, hidden: mx.array) -> mx.array:

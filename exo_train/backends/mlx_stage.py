@@ -69,7 +69,7 @@ def load_stage(
         stage, device, doing="loading", checkpointed=options.checkpoint_activations
     )
     with mx.stream(checked_device(device)), named:
-        model = load_base_model(spec, stage, tensors, dtype=MLX_DTYPES[options.compute_dtype])
+        model = load_base_model(spec, stage, tensors, device=device, options=options)
         arrays = initial_adapter(spec, stage, lora, seed=options.seed, init=options.adapter_init)
         return MlxStage(
             stage,

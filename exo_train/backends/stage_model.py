@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from transformers import AutoConfig
 
 from exo_train.backends.base import StageOptions
 from exo_train.errors import ModelError
-from exo_train.models.decode import decode
-from exo_train.models.spec import ModelSpec
+from exo_train.models.decode import decode, decode_packed, packing_of
+from exo_train.models.packed import PackedMatrix, packing_for, quantised
+from exo_train.models.spec import ModelSpec, is_projection
 from exo_train.models.tensors import TensorSource
 from exo_train.plan.stages import StageSpec
 from exo_train.wire.tensor import HostTensor
@@ -60,9 +62,26 @@ def _whole_config(spec: ModelSpec) -> Any:
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
-def read_tensor(tensors: TensorSource, name: str) -> HostTensor:
-    """Read and decode one tensor by its global name."""
+def read_weight(
+    tensors: TensorSource, name: str, options: StageOptions
+) -> HostTensor | PackedMatrix:
+    """Read one tensor by its global name, as the stage is to hold it.
+
+    A matrix that is stored packed stays so; any other projection of a layer is quantised here
+    when the run asks for it, so that no more than one is ever there in full. Where weights are to
+    be dense, the numbers are those of the packed ones.
+    """
     info = tensors.infos.get(name)
     if info is None:
         raise ModelError(f"no tensor is called '{name}' in this model; fetch the model again")
-    return decode(info, tensors.read(name))
+    raw = tensors.read(name)
+    if len(info.shape) == 2 and packing_of(info.encoding):
+        matrix = decode_packed(info, raw)
+    elif options.quantize and is_projection(name):
+        packing = packing_for(info.shape[-1], options.quantize, place=f"tensor '{name}'")
+        matrix = quantised(decode(info, raw).to_numpy().astype(np.float32), packing)
+    else:
+        return decode(info, raw)
+    if options.base_weights == "dense":
+        return HostTensor.from_numpy(matrix.dense())
+    return matrix

@@ -13,8 +13,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from exo_train.backends.stage_model import global_name, read_tensor, stage_config
+from exo_train.backends.base import StageOptions
+from exo_train.backends.stage_model import global_name, read_weight, stage_config
+from exo_train.backends.torch_packed import PackedEmbedding, PackedLinear, TiedHead
 from exo_train.errors import ModelError
+from exo_train.models.packed import PackedMatrix
 from exo_train.models.spec import EMBEDDING, LM_HEAD, ModelSpec
 from exo_train.models.tensors import TensorSource
 from exo_train.plan.stages import StageSpec
@@ -33,9 +36,10 @@ def load_base_model(
     tensors: TensorSource,
     *,
     device: torch.device,
-    dtype: torch.dtype,
+    options: StageOptions,
 ) -> Any:
     """Give a transformers causal model with only this stage's modules, weights frozen."""
+    dtype = TORCH_DTYPES[options.compute_dtype]
     config = stage_config(spec, stage)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
@@ -48,15 +52,38 @@ def load_base_model(
         name = global_name(local_name, stage)
         if name == LM_HEAD and spec.tied_embeddings:
             name = EMBEDDING
-        weight = to_torch(read_tensor(tensors, name), device=device, dtype=dtype)
-        model.load_state_dict({local_name: weight}, strict=False, assign=True)
-        del weight
+        read = read_weight(tensors, name, options)
+        if isinstance(read, PackedMatrix):
+            _put_packed(model, local_name, read, device=device, dtype=dtype)
+        else:
+            weight = to_torch(read, device=device, dtype=dtype)
+            model.load_state_dict({local_name: weight}, strict=False, assign=True)
+            del weight
+        del read
     if stage.embedding and stage.head and spec.tied_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+        embedding = model.model.embed_tokens
+        if isinstance(embedding, PackedEmbedding):
+            model.lm_head = TiedHead(embedding)
+        else:
+            model.lm_head.weight = embedding.weight
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
         if value.is_meta:
             raise ModelError(f"{name} got no value from the model's files; use another model")
     return model
+
+
+def _put_packed(
+    model: Any, local_name: str, matrix: PackedMatrix, *, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Put a packed module in the place of the one whose weight is called `local_name`."""
+    path = local_name.removesuffix(".weight")
+    old = model.get_submodule(path)
+    if isinstance(old, torch.nn.Embedding):
+        model.set_submodule(path, PackedEmbedding(matrix, device=device, dtype=dtype))
+        return
+    packed = PackedLinear(matrix, device=device, dtype=dtype)
+    packed.bias = old.bias  # its values come by its own name
+    model.set_submodule(path, packed)
 
 
 def _keep_owned(model: Any, stage: StageSpec) -> None:

@@ -67,13 +67,7 @@ def load_stage(
     with memory_errors_named(
         stage, device, doing="loading", checkpointed=options.checkpoint_activations
     ):
-        model = load_base_model(
-            spec,
-            stage,
-            tensors,
-            device=torch_device,
-            dtype=TORCH_DTYPES[options.compute_dtype],
-        )
+        model = load_base_model(spec, stage, tensors, device=torch_device, options=options)
         arrays = initial_adapter(spec, stage, lora, seed=options.seed, init=options.adapter_init)
         return TorchStage(
             stage,

@@ -67,7 +67,7 @@ def _default(option: Option) -> str:
 def _range(option: Option) -> str:
     about = option.about
     if about.choices:
-        return ", ".join(about.choices)
+        return ", ".join(map(str, about.choices))
     return about.range_words().removeprefix("be ").replace("not be negative", "0 or more")
 
 

@@ -7,6 +7,7 @@ and must not import a framework: versions are read from the packages' metadata.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -61,6 +62,9 @@ def profile_key(request: ProfileRequest, *, chip: str) -> str:
         "microbatch_size": request.microbatch_size,
         "sequence": request.sequence,
         "checkpoint_activations": request.checkpoint_activations,
+        "quantisation": dataclasses.asdict(spec.quantisation) if spec.quantisation else {},
+        "quantize": request.quantize,
+        "base_weights": request.base_weights,
         "rank": request.lora.rank,
         "targets": sorted(request.lora.targets),
         "dropout": request.lora.dropout > 0,

@@ -1,16 +1,21 @@
 """From encoded bytes to numbers: which encodings are known, their sizes, and how they decode.
 
 Owns the list of encodings. Must not read files.
+
+"AFFINE:<bits>:<group size>:<float type>" is a matrix in the form of `packed`: its words, then its
+scales, then its biases, the latter two in that float type.
 """
 
 from __future__ import annotations
 
 import math
+import re
 
 import gguf
 import numpy as np
 
 from exo_train.errors import ModelError
+from exo_train.models.packed import GGUF_PACKINGS, PackedMatrix, Packing, from_gguf_blocks
 from exo_train.models.tensors import TensorInfo
 from exo_train.wire.tensor import Bytes, DType, HostTensor
 
@@ -27,11 +32,27 @@ _QUANTISED = {
     )
 }
 _STORED_TYPES = frozenset([*_FLOATS, *_QUANTISED])
+_AFFINE = re.compile(r"AFFINE:(\d{1,2}):(\d{1,3}):(F32|F16|BF16)")
+
+
+def affine_encoding(packing: Packing, scale_type: str) -> str:
+    return f"AFFINE:{packing.bits}:{packing.group_size}:{scale_type}"
+
+
+def packing_of(encoding: str) -> Packing | None:
+    """Give the packing in which a matrix's numbers are held exactly; None: as floats only."""
+    if affine := _affine(encoding):
+        return affine[0]
+    if not encoding.startswith(GGUF_PREFIX):
+        return None
+    return GGUF_PACKINGS.get(_stored_type(encoding))
 
 
 def is_known_encoding(encoding: str) -> bool:
-    return encoding in _FLOATS or (
-        encoding.startswith(GGUF_PREFIX) and _stored_type(encoding) in _STORED_TYPES
+    return (
+        encoding in _FLOATS
+        or _affine(encoding) is not None
+        or (encoding.startswith(GGUF_PREFIX) and _stored_type(encoding) in _STORED_TYPES)
     )
 
 
@@ -42,6 +63,10 @@ def encoded_num_bytes(encoding: str, shape: tuple[int, ...], *, place: str) -> i
             f"{place}: stored as {encoding}, which is not supported; use a model in F32, F16, "
             f"BF16, or a GGUF of a type such as Q8_0 or Q4_K"
         )
+    if affine := _affine(encoding):
+        packing, scale_type = affine
+        words, scales = packing.shapes(shape, place=place)
+        return 4 * math.prod(words) + 2 * math.prod(scales) * scale_type.num_bytes
     stored = _stored_type(encoding)
     num_elements = math.prod(shape)
     if stored in _FLOATS:
@@ -56,13 +81,10 @@ def encoded_num_bytes(encoding: str, shape: tuple[int, ...], *, place: str) -> i
 
 
 def decode(info: TensorInfo, raw: Bytes) -> HostTensor:
-    """Give the numbers: float types as stored, quantised GGUF types as FP32, rope order undone."""
-    expected_bytes = encoded_num_bytes(info.encoding, info.shape, place=info.name)
-    if len(raw) != expected_bytes:
-        raise ModelError(
-            f"{info.name}: {info.encoding} {list(info.shape)} needs {expected_bytes} bytes, "
-            f"got {len(raw)}; fetch the model again"
-        )
+    """Give the numbers: float types as stored, quantised types as FP32, rope order undone."""
+    _check_size(info, raw)
+    if _affine(info.encoding):
+        return HostTensor.from_numpy(decode_packed(info, raw).dense())
     stored = _stored_type(info.encoding)
     if stored in _FLOATS:
         dtype = _FLOATS[stored]
@@ -79,6 +101,56 @@ def decode(info: TensorInfo, raw: Bytes) -> HostTensor:
     return HostTensor.from_numpy(np.asarray(values, dtype=np.float32))
 
 
+def decode_packed(info: TensorInfo, raw: Bytes) -> PackedMatrix:
+    """Give a tensor that `packing_of` knows without unpacking it, rope order undone."""
+    _check_size(info, raw)
+    if affine := _affine(info.encoding):
+        matrix = _split(*affine, info, memoryview(raw))
+    else:
+        blocks_RB = np.frombuffer(raw, dtype=np.uint8).reshape(info.shape[0], -1)
+        matrix = from_gguf_blocks(_stored_type(info.encoding), blocks_RB)
+    if not info.rope_heads:
+        return matrix
+    return PackedMatrix(
+        packing=matrix.packing,
+        words_RW=_undo_rope_order(matrix.words_RW, info),
+        scales_RG=_undo_rope_order(matrix.scales_RG, info),
+        biases_RG=_undo_rope_order(matrix.biases_RG, info),
+    )
+
+
+def _split(packing: Packing, scale_type: DType, info: TensorInfo, raw: memoryview) -> PackedMatrix:
+    words, scales = packing.shapes(info.shape, place=info.name)
+    start = 4 * math.prod(words)
+    end = start + math.prod(scales) * scale_type.num_bytes
+    scales_RG, biases_RG = (
+        HostTensor(scale_type, scales, part).to_numpy().astype(np.float32)
+        for part in (raw[start:end], raw[end:])
+    )
+    return PackedMatrix(
+        packing=packing,
+        words_RW=np.frombuffer(raw[:start], "<u4").reshape(words),
+        scales_RG=scales_RG,
+        biases_RG=biases_RG,
+    )
+
+
+def _affine(encoding: str) -> tuple[Packing, DType] | None:
+    parts = _AFFINE.fullmatch(encoding)
+    if parts is None:
+        return None
+    return Packing(bits=int(parts[1]), group_size=int(parts[2])), _FLOATS[parts[3]]
+
+
+def _check_size(info: TensorInfo, raw: Bytes) -> None:
+    expected_bytes = encoded_num_bytes(info.encoding, info.shape, place=info.name)
+    if len(raw) != expected_bytes:
+        raise ModelError(
+            f"{info.name}: {info.encoding} {list(info.shape)} needs {expected_bytes} bytes, "
+            f"got {len(raw)}; fetch the model again"
+        )
+
+
 def _stored_type(encoding: str) -> str:
     return encoding.removeprefix(GGUF_PREFIX)
 
@@ -88,5 +160,5 @@ def _undo_rope_order(array: np.ndarray, info: TensorInfo) -> np.ndarray:
     num_rows = info.shape[0]
     if num_rows % (2 * info.rope_heads):
         raise ModelError(f"{info.name}: {num_rows} rows cannot hold {info.rope_heads} rope heads")
-    pairs = array.reshape(info.rope_heads, num_rows // info.rope_heads // 2, 2, *info.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(info.shape))
+    pairs = array.reshape(info.rope_heads, num_rows // info.rope_heads // 2, 2, *array.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(array.shape))

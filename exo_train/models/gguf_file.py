@@ -17,6 +17,7 @@ import numpy as np
 from exo_train.errors import ModelError
 from exo_train.models.decode import GGUF_PREFIX
 from exo_train.models.file_range import file_size_bytes, read_range
+from exo_train.models.quantised_config import quantisation_of
 from exo_train.models.rope import RopeSpec
 from exo_train.models.spec import ARCHITECTURES
 from exo_train.models.tensors import TensorInfo
@@ -85,13 +86,16 @@ class GgufFile:
         self._infos: dict[str, TensorInfo] = {}
         self._offsets: dict[str, int] = {}
         self._add_tensors(reader, str(name))
+        quantisation = quantisation_of(self._infos)
+        if quantisation is not None:
+            self.config["quantization"] = quantisation
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
         return self._infos
 
-    def file_of(self, name: str) -> Path:
-        return self._file
+    def files_of(self, name: str) -> tuple[Path, ...]:
+        return (self._file,)
 
     def read(self, name: str) -> bytes:
         if name not in self._offsets:

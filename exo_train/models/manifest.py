@@ -33,7 +33,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class FileBacked(Protocol):
     """A source whose tensors lie in files of this device."""
 
-    def file_of(self, name: str) -> Path: ...
+    def files_of(self, name: str) -> tuple[Path, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +101,11 @@ def build_manifest(
     """Hash every tensor that the spec needs; files unchanged since the last time are not read."""
     infos = {name: source.infos[name] for name in spec.all_tensor_shapes()}
     digests: dict[str, str] = {}
-    for file, names in _names_by_file(source, infos).items():
-        known = _cached_digests(cache_dir, file)
+    for files, names in _names_by_files(source, infos).items():
+        known = _cached_digests(cache_dir, files)
         fresh = {n: _sha256(source.read(n)) for n in names if n not in known}
         if fresh:
-            _store_digests(cache_dir, file, {**known, **fresh})
+            _store_digests(cache_dir, files, {**known, **fresh})
         digests.update({name: fresh.get(name) or known[name] for name in names})
     return ModelManifest(
         spec=spec, infos=infos, digests=digests, model_hash=_model_hash(spec, infos, digests)
@@ -165,44 +165,51 @@ def _read_digest(entry: Mapping[str, Any], key: str, place: str) -> str:
     return digest
 
 
-def _names_by_file(
+def _names_by_files(
     source: TensorSource, infos: Mapping[str, TensorInfo]
-) -> dict[Path | None, list[str]]:
-    groups: dict[Path | None, list[str]] = {}
+) -> dict[tuple[Path, ...], list[str]]:
+    """Group tensors by the files they lie in; () where they lie in none."""
+    groups: dict[tuple[Path, ...], list[str]] = {}
     for name in infos:
-        file = source.file_of(name).resolve() if isinstance(source, FileBacked) else None
-        groups.setdefault(file, []).append(name)
+        files = source.files_of(name) if isinstance(source, FileBacked) else ()
+        groups.setdefault(tuple(file.resolve() for file in files), []).append(name)
     return groups
 
 
-def _cache_file(cache_dir: Path, file: Path) -> Path:
+def _cache_file(cache_dir: Path, files: tuple[Path, ...]) -> Path:
     """One cache file per weight file, so that a changed file replaces its old digests."""
-    return cache_dir / "digests" / f"{_sha256(str(file).encode())[:32]}.json"
+    joined = "\n".join(map(str, files))
+    return cache_dir / "digests" / f"{_sha256(joined.encode())[:32]}.json"
 
 
-def _cache_key(file: Path) -> dict[str, Any]:
-    stat = file.stat()
-    return {"path": str(file), "size_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+def _cache_key(files: tuple[Path, ...]) -> list[dict[str, Any]]:
+    stats = [(file, file.stat()) for file in files]
+    return [
+        {"path": str(file), "size_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        for file, stat in stats
+    ]
 
 
-def _cached_digests(cache_dir: Path | None, file: Path | None) -> dict[str, str]:
-    """Give digests stored for this very file; a damaged cache counts as none."""
-    if cache_dir is None or file is None:
+def _cached_digests(cache_dir: Path | None, files: tuple[Path, ...]) -> dict[str, str]:
+    """Give digests stored for these very files; a damaged cache counts as none."""
+    if cache_dir is None or not files:
         return {}
     try:
-        stored = json.loads(_cache_file(cache_dir, file).read_text(encoding="utf-8"))
-        if stored["key"] != _cache_key(file):
+        stored = json.loads(_cache_file(cache_dir, files).read_text(encoding="utf-8"))
+        if stored["key"] != _cache_key(files):
             return {}
         return {n: d for n, d in stored["digests"].items() if _SHA256.fullmatch(d)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
-def _store_digests(cache_dir: Path | None, file: Path | None, digests: dict[str, str]) -> None:
-    if cache_dir is None or file is None:
+def _store_digests(
+    cache_dir: Path | None, files: tuple[Path, ...], digests: dict[str, str]
+) -> None:
+    if cache_dir is None or not files:
         return
-    target = _cache_file(cache_dir, file)
-    content = canonical_json({"key": _cache_key(file), "digests": digests})
+    target = _cache_file(cache_dir, files)
+    content = canonical_json({"key": _cache_key(files), "digests": digests})
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")

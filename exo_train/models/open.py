@@ -11,6 +11,7 @@ from pathlib import Path
 from exo_train.errors import ModelError
 from exo_train.models.decode import encoded_num_bytes
 from exo_train.models.gguf_file import GgufFile
+from exo_train.models.packed_dir import PackedDir
 from exo_train.models.safetensors_dir import SafetensorsDir, read_json
 from exo_train.models.spec import LM_HEAD, ModelSpec
 from exo_train.models.tensors import TensorInfo, TensorSource
@@ -25,7 +26,10 @@ def open_model(path: Path) -> tuple[ModelSpec, TensorSource]:
         if not config_file.is_file():
             raise ModelError(f"{path}: not a model directory, it has no config.json")
         spec = ModelSpec.from_config(read_json(config_file), place=str(config_file))
-        source: TensorSource = SafetensorsDir(path)
+        stored = SafetensorsDir(path)
+        source: TensorSource = stored
+        if spec.quantisation is not None:
+            source = PackedDir(stored, spec.quantisation, place=str(path))
     elif path.suffix.lower() == ".gguf":
         gguf_file = GgufFile(path)
         spec = ModelSpec.from_config(gguf_file.config, place=str(path))

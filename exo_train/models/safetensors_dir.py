@@ -46,8 +46,8 @@ class SafetensorsDir:
     def infos(self) -> Mapping[str, TensorInfo]:
         return self._infos
 
-    def file_of(self, name: str) -> Path:
-        return self._place(name).file
+    def files_of(self, name: str) -> tuple[Path, ...]:
+        return (self._place(name).file,)
 
     def read(self, name: str) -> bytes:
         place = self._place(name)

@@ -7,12 +7,16 @@ files or know how tensors are stored.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from exo_train.errors import ConfigError, ModelError
 from exo_train.models.fields import canonical_json, flag, number, whole
+from exo_train.models.packed import Packing, packing_for
+from exo_train.models.quantised_config import KEYS as QUANTISATION_KEYS
+from exo_train.models.quantised_config import Quantisation, read_quantisation
 from exo_train.models.rope import MAX_POSITIONS, RopeSpec
 
 ARCHITECTURES = {
@@ -34,12 +38,20 @@ MAX_CONFIG_CHARS = 1 << 20
 
 Shapes = dict[str, tuple[int, ...]]
 
+_PROJECTION = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.[a-z]+_proj\.weight")
+
+
+def is_projection(name: str) -> bool:
+    """Tell whether a tensor is the matrix of one of a decoder layer's projections."""
+    return _PROJECTION.fullmatch(name) is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A supported decoder; `config_json` is the HF config verbatim as canonical JSON.
 
     `sliding_window` is the window really in effect, in positions; None: full attention.
+    `quantisation` is how matrices are packed that can stay so; None: none can.
     """
 
     architecture: str
@@ -58,6 +70,7 @@ class ModelSpec:
     rms_norm_eps: float
     rope: RopeSpec
     config_json: str
+    quantisation: Quantisation | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, place: str) -> ModelSpec:
@@ -96,6 +109,7 @@ class ModelSpec:
             rms_norm_eps=number(config, "rms_norm_eps", place=place, high=0.1),
             rope=RopeSpec.from_config(config, place=place),
             config_json=config_json,
+            quantisation=read_quantisation(config, place=place),
         )
 
     def explicit_config(self) -> dict[str, Any]:
@@ -106,6 +120,8 @@ class ModelSpec:
         """
         config: dict[str, Any] = json.loads(self.config_json)
         config.pop("layer_types", None)  # follows from the window, where it matters
+        for key in QUANTISATION_KEYS:  # how weights lie in files is not the libraries' business
+            config.pop(key, None)
         config.update(
             model_type=self.architecture,
             architectures=[ARCHITECTURES[self.architecture]],
@@ -158,6 +174,27 @@ class ModelSpec:
                 f"{self.sliding_window} positions; use {self.sliding_window} or less"
             )
 
+    def validate_quantize(self, bits: int) -> None:
+        """Refuse to quantise (0: not asked) what is so already, or rows without whole groups."""
+        if not bits:
+            return
+        packed: set[Packing] = set()
+        is_whole = True
+        for name, shape in self.all_tensor_shapes().items():
+            if is_projection(name):
+                module = name.removesuffix(".weight")
+                packing = self.quantisation.of(module) if self.quantisation else None
+                if packing is None:
+                    packing_for(shape[-1], bits, place=f"tensor '{name}'")
+                    is_whole = False
+                else:
+                    packed.add(packing)
+        if is_whole:
+            raise ConfigError(
+                f"'quantize' {bits}: the model's projections are quantised already "
+                f"({' and '.join(sorted(map(str, packed)))}); leave --quantize out"
+            )
+
     def _layer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         hidden, inner = self.hidden_size, self.intermediate_size
         query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -199,12 +236,6 @@ def _architecture(config: Mapping[str, Any], place: str) -> str:
 
 def _refuse_unsupported(config: Mapping[str, Any], architecture: str, place: str) -> None:
     """Refuse options that one of the backends would ignore in silence."""
-    for key in ("quantization_config", "quantization"):
-        if config.get(key):
-            raise ModelError(
-                f"{place}: the weights are quantised ('{key}'); use the unquantised model, "
-                "or a GGUF file"
-            )
     activation = config.get("hidden_act")
     if activation not in (None, "silu"):
         raise ModelError(f"{place}: 'hidden_act' must be silu, got {activation!r}")

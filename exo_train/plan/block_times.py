@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exo_train.config import ALL_TARGETS, LoraConfig
+from exo_train.config import ALL_TARGETS, QUANTIZE_BITS, LoraConfig
 from exo_train.errors import ProtocolError
 from exo_train.plan.fields import Fields, parse_json
 
@@ -39,7 +39,9 @@ STEADY_REPETITIONS = 5
 class ProfileRequest:
     """What is to be timed, and for how long (`budget_s`, without loading the framework).
 
-    `config_json` is the model's Hugging Face config. `with_ends`: embedding and head too.
+    `config_json` is the model's Hugging Face config, which says how its weights are quantised;
+    `quantize` is the run's, `base_weights` how the device is to hold them. `with_ends`: embedding
+    and head too.
     """
 
     config_json: str
@@ -52,6 +54,8 @@ class ProfileRequest:
     checkpoint_activations: bool
     with_ends: bool
     budget_s: float = 3.0
+    quantize: int = 0
+    base_weights: str = "packed"
 
     def to_json(self) -> str:
         plain = {
@@ -81,6 +85,8 @@ class ProfileRequest:
                 checkpoint_activations=fields.flag("checkpoint_activations"),
                 with_ends=fields.flag("with_ends"),
                 budget_s=fields.number("budget_s", low=0.0, high=MAX_BUDGET_S),
+                quantize=fields.whole("quantize", low=0, high=max(QUANTIZE_BITS)),
+                base_weights=fields.text("base_weights", choices=("packed", "dense")),
             )
 
 

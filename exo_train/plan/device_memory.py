@@ -107,7 +107,6 @@ def stage_costs(
     *,
     processor: Processor,
     value_bytes: int,
-    weight_bytes_per_param: float,
     wire_bytes: int,
     lora_rank: int,
     targets: Sequence[str],
@@ -126,7 +125,6 @@ def stage_costs(
     tokens, backend, device = microbatch_size * sequence, processor.backend, processor.device
     embedding, layer, *_, head = pseudo_layer_costs(
         shape,
-        weight_bytes_per_param=weight_bytes_per_param,
         lora_rank=lora_rank,
         targets=targets,
         microbatch_tokens=tokens,
@@ -141,8 +139,7 @@ def stage_costs(
     factor, library_bytes = _beyond_tensors(backend, device)
     if backend == "mlx":
         layer = _mlx_layer(layer, scores * tokens * sequence, memory)
-        # Only the boundary tensors stay in flight; the head's gradient is one of them.
-        head = dataclasses.replace(head, per_microbatch_bytes=0)
+        head = _mlx_head(head, shape, value_bytes, on_cpu=not is_gpu(backend, device))
     else:
         on_cpu = not is_gpu(backend, device)
         if checkpoint_activations:
@@ -215,6 +212,19 @@ def _mlx_layer(layer: LayerCost, scores_bytes: int, memory: BlockMemory | None) 
         computing_bytes=layer_bytes,
         per_microbatch_bytes=0,
         workspace_bytes=workspace_bytes,
+    )
+
+
+def _mlx_head(head: LayerCost, shape: ModelShape, value_bytes: int, *, on_cpu: bool) -> LayerCost:
+    """Only the boundary tensors stay in flight; the head's gradient is one of them.
+
+    A packed head is made dense as a whole on a CPU; on a GPU kernels multiply with packed words.
+    """
+    dense_bytes = 0
+    if shape.vocabulary_weights.is_packed and on_cpu:
+        dense_bytes = shape.vocab_size * shape.hidden_size * value_bytes
+    return dataclasses.replace(
+        head, per_microbatch_bytes=0, workspace_bytes=head.workspace_bytes + dense_bytes
     )
 
 

@@ -18,15 +18,43 @@ from exo_train.config import OptimizerConfig
 ADAMW = OptimizerConfig()
 # The loss runs the head over this many tokens at a time; the frozen head needs no logits later.
 LOGITS_CHUNK_TOKENS = 1024
-# Quantised files keep the embedding and the head in 16 bit.
-MIN_VOCABULARY_BYTES_PER_PARAM = 2.0
+# PyTorch makes packed weights dense in blocks of rows of so many values.
+DENSE_BLOCK_VALUES = 1 << 24
 
 _FP32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightForm:
+    """What a value of a frozen matrix takes: bytes of its code, and numbers of the compute dtype.
+
+    4 bits in groups of 64 are half a byte and two numbers (scale, bias) for 64 values.
+    """
+
+    code_bytes: float = 0.0
+    floats: float = 1.0
+
+    @classmethod
+    def packed(cls, *, bits: int, group_size: int) -> WeightForm:
+        return cls(code_bytes=bits / 8, floats=2 / group_size)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.code_bytes > 0
+
+    def bytes_per_value(self, value_bytes: int) -> float:
+        return self.code_bytes + self.floats * value_bytes
+
+
+DENSE = WeightForm()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The numbers of a Llama-family model that decide its memory."""
+    """The numbers of a Llama-family model that decide its memory.
+
+    The forms are those of a layer's projections, and of embedding and head.
+    """
 
     num_layers: int
     hidden_size: int
@@ -36,6 +64,8 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     tied_embeddings: bool
+    layer_weights: WeightForm = DENSE
+    vocabulary_weights: WeightForm = DENSE
 
     @property
     def attention_size(self) -> int:
@@ -44,6 +74,11 @@ class ModelShape:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def widest_values(self) -> int:
+        """Count the values of the largest projection."""
+        return self.hidden_size * max(self.intermediate_size, self.attention_size)
 
     def projection(self, target: str) -> tuple[int, int]:
         """Give (inputs, outputs) of the projection called `target`."""
@@ -101,7 +136,6 @@ NO_COPIES = Copies(own=0, neighbours=0)
 def pseudo_layer_costs(
     shape: ModelShape,
     *,
-    weight_bytes_per_param: float,
     lora_rank: int,
     targets: Sequence[str],
     microbatch_tokens: int,
@@ -113,7 +147,7 @@ def pseudo_layer_costs(
 ) -> tuple[LayerCost, ...]:
     """Give the costs of embedding, decoder layers and head, in that order.
 
-    `weight_bytes_per_param` is 4, 2, or e.g. 4.5 / 8 for 4-bit groups of 64. `masked` as in
+    Weights that are not packed take `activation_bytes` too. `masked` as in
     `activation_bytes_per_token`.
     """
     n = microbatch_tokens
@@ -134,29 +168,56 @@ def pseudo_layer_costs(
     adapter_bytes = copy_bytes + _FP32_BYTES * num_values
     copies_bytes = (copies.own + copies.neighbours) * copy_bytes
     tied_copies_bytes = shape.num_layers * copies.neighbours * copy_bytes
-    weight_bytes = _rounded(decoder_params(shape) * weight_bytes_per_param)
+    weight_bytes = layer_weight_bytes(shape, activation_bytes)
     layer = LayerCost(
         static_bytes=weight_bytes + adapter_bytes + copies_bytes,
         per_microbatch_bytes=layer_input if checkpoint_activations else activations,
-        workspace_bytes=gradients + (activations if checkpoint_activations else 0),
+        workspace_bytes=gradients
+        + (activations if checkpoint_activations else 0)
+        + _unpacked_bytes(shape.layer_weights, shape.widest_values, activation_bytes),
         adapter_bytes=adapter_bytes,
         copies_bytes=copies_bytes,
     )
-    vocabulary = max(weight_bytes_per_param, MIN_VOCABULARY_BYTES_PER_PARAM)
-    matrix_bytes = _rounded(shape.vocab_size * shape.hidden_size * vocabulary)
+    embedding, head = _vocabulary_costs(shape, n, activation_bytes, tied_copies_bytes)
+    return (embedding, *[layer] * shape.num_layers, head)
+
+
+def _vocabulary_costs(
+    shape: ModelShape, num_tokens: int, activation_bytes: int, tied_copies_bytes: int
+) -> tuple[LayerCost, LayerCost]:
+    """Give the costs of embedding and head."""
+    vocabulary_values = shape.vocab_size * shape.hidden_size
+    matrix_bytes = _rounded(
+        vocabulary_values * shape.vocabulary_weights.bytes_per_value(activation_bytes)
+    )
     head = LayerCost(
-        static_bytes=matrix_bytes + _rounded(shape.hidden_size * vocabulary),
+        static_bytes=matrix_bytes + shape.hidden_size * activation_bytes,
         # The final norm keeps its input in fp32, and the gradient found together with the loss
         # waits for its turn in the schedule.
-        per_microbatch_bytes=n * shape.hidden_size * (activation_bytes + _FP32_BYTES),
+        per_microbatch_bytes=num_tokens * shape.hidden_size * (activation_bytes + _FP32_BYTES),
         # In fp32: the softmax, the loss's gradient at it, and the logits' gradient (derived). The
         # logits themselves are gone by then.
-        workspace_bytes=min(n, LOGITS_CHUNK_TOKENS) * shape.vocab_size * 3 * _FP32_BYTES,
+        workspace_bytes=min(num_tokens, LOGITS_CHUNK_TOKENS) * shape.vocab_size * 3 * _FP32_BYTES
+        + _unpacked_bytes(shape.vocabulary_weights, vocabulary_values, activation_bytes),
         tied_bytes=matrix_bytes * shape.tied_embeddings + tied_copies_bytes,
         tied_copies_bytes=tied_copies_bytes,
     )
     embedding = LayerCost(static_bytes=matrix_bytes, per_microbatch_bytes=0)
-    return (embedding, *[layer] * shape.num_layers, head)
+    return embedding, head
+
+
+def layer_weight_bytes(shape: ModelShape, value_bytes: int) -> int:
+    """Give a layer's projections in their form, and its norms."""
+    norms = 2 * shape.hidden_size
+    per_value = shape.layer_weights.bytes_per_value(value_bytes)
+    return norms * value_bytes + _rounded((decoder_params(shape) - norms) * per_value)
+
+
+def _unpacked_bytes(form: WeightForm, num_values: int, value_bytes: int) -> int:
+    """Give what a block of a packed matrix takes while it is dense: codes, numbers, a product."""
+    if not form.is_packed:
+        return 0
+    return min(num_values, DENSE_BLOCK_VALUES) * (1 + 2 * value_bytes)
 
 
 def boundary_cost(

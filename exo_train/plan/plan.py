@@ -17,6 +17,7 @@ from exo_train.config import (
     DTYPES,
     OPTIMIZERS,
     PIPELINE_SCHEDULES,
+    QUANTIZE_BITS,
     LoraConfig,
     OptimizerConfig,
 )
@@ -31,6 +32,7 @@ MAX_RANKS = 256
 MAX_LAYERS = 4096
 MAX_ADDRESSES = 32
 BACKENDS = ("mlx", "torch")
+WEIGHTS_HELD = ("packed", "dense")
 ADAPTER_INITS = ("zero", "random")
 
 _REAL_DTYPES = tuple(name for name in DTYPES if name != "auto")
@@ -54,6 +56,7 @@ class RankPlan:
     stage: StageSpec
     addresses: tuple[Address, ...] = ()
     memory_bytes: int = 0  # what the plan reckons with; read again before the stage is loaded
+    base_weights: str = "packed"
 
     @property
     def key(self) -> Key:
@@ -82,6 +85,7 @@ class Plan:
     adapter_init: str = "zero"
     label_smoothing: float = 0.0
     neftune_alpha: float = 0.0
+    quantize: int = 0
 
     @property
     def hash(self) -> str:
@@ -125,6 +129,7 @@ class Plan:
                 adapter_init=fields.text("adapter_init", choices=ADAPTER_INITS),
                 neftune_alpha=fields.number("neftune_alpha", low=0.0),
                 label_smoothing=fields.number("label_smoothing", low=0.0, high=_BELOW_ONE),
+                quantize=fields.whole("quantize", low=0, high=max(QUANTIZE_BITS)),
             )
         plan.validate()
         return plan
@@ -133,6 +138,8 @@ class Plan:
         """Refuse a plan in which a layer, a rank or a device is missing or there twice."""
         if not self.ranks:
             raise ProtocolError("plan has no ranks")
+        if self.quantize not in QUANTIZE_BITS:
+            raise ProtocolError(f"plan.quantize must be 0, 4 or 8, not {self.quantize}")
         for place, rank in enumerate(self.ranks):
             if rank.rank != place:
                 raise ProtocolError(f"plan lists rank {rank.rank} ({rank.name}) at place {place}")
@@ -210,6 +217,7 @@ def _rank_from(value: object, place: str) -> RankPlan:
             stage=_stage_from(fields.inner("stage"), place),
             addresses=fields.each("addresses", most=MAX_ADDRESSES, read=_address_from),
             memory_bytes=fields.whole("memory_bytes", low=0),
+            base_weights=fields.text("base_weights", choices=WEIGHTS_HELD),
         )
 
 

@@ -17,13 +17,10 @@ from exo_train.plan.memory import ModelShape
 from exo_train.plan.partition import gigabytes
 from exo_train.plan.profiles import StageCosts, Workload
 from exo_train.plan.shortfall import MAX_DEVICES, Shortfall, lacking
-from exo_train.plan.strategy import NOT_YET_AVAILABLE
 from exo_train.plan.workloads import run_stage_costs, run_workload
 
 MIN_SEQ_LENGTH = 128
 MIN_RANK = 4
-# 4-bit groups of 64: 4 bits a value and a scale and bias of 16 bits a group.
-FOUR_BIT_BYTES = 4.5 / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +35,6 @@ class Attempt:
     usable_bytes: tuple[tuple[str, int], ...]
     microbatch_size: int
     value_bytes: int
-    weight_bytes_per_param: float
     process_bytes: int = 0
     processors: tuple[Processor, ...] = ()  # in the order of `usable_bytes`, where they are known
 
@@ -48,7 +44,6 @@ class Attempt:
             self.config,
             microbatch_size=self.microbatch_size,
             value_bytes=self.value_bytes,
-            weight_bytes_per_param=self.weight_bytes_per_param,
             process_bytes=self.process_bytes,
         )
 
@@ -72,32 +67,26 @@ class Attempt:
             sequence=self.config.max_seq_length,
             value_bytes=value_bytes,
             wire_bytes=self.value_bytes,
-            weight_bytes_per_param=min(self.weight_bytes_per_param, value_bytes),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A change and what it does: `num_devices` hold the model (at least), or `missing_bytes`.
-
-    `available` is False for what training cannot do yet.
-    """
+    """A change and what it does: `num_devices` hold the model (at least), or `missing_bytes`."""
 
     change: str
     num_devices: int | None
     missing_bytes: int
-    available: bool = True
 
     @property
     def fits(self) -> bool:
         return self.num_devices is not None
 
     def __str__(self) -> str:
-        change = self.change if self.available else f"{self.change} ({NOT_YET_AVAILABLE})"
         if self.num_devices is None:
-            return f"{change} → still no, {gigabytes(self.missing_bytes)} missing"
+            return f"{self.change} → still no, {gigabytes(self.missing_bytes)} missing"
         plural = "" if self.num_devices == 1 else "s"
-        return f"{change} fits on {self.num_devices} device{plural}"
+        return f"{self.change} fits on {self.num_devices} device{plural}"
 
 
 def refusal(attempt: Attempt, shape: ModelShape, *, said: str = "") -> str:
@@ -123,7 +112,8 @@ def suggest(attempt: Attempt, shape: ModelShape) -> list[Suggestion]:
                 unhelpful.append(change)
     if len(unhelpful) == len(found):
         found += _together(attempt, shape, unhelpful)
-    for change in (_four_bit, _one_more_device):
+    four_bit = _packed if shape.layer_weights.is_packed else _four_bit
+    for change in (four_bit, _one_more_device):
         tried = _first_fit(change(attempt), shape)
         found += [tried] if tried else []
     return found
@@ -141,21 +131,11 @@ def _first_fit(trials: Trials, shape: ModelShape) -> Suggestion | None:
         num_devices = shortfall.fewest_devices()
         last = (change, attempt, shortfall)
         if num_devices is not None:
-            return Suggestion(
-                change=change,
-                num_devices=num_devices,
-                missing_bytes=0,
-                available=attempt.weight_bytes_per_param != FOUR_BIT_BYTES,
-            )
+            return Suggestion(change=change, num_devices=num_devices, missing_bytes=0)
     if last is None:
         return None
     change, attempt, shortfall = last
-    return Suggestion(
-        change=change,
-        num_devices=None,
-        missing_bytes=shortfall.missing_bytes(),
-        available=attempt.weight_bytes_per_param != FOUR_BIT_BYTES,
-    )
+    return Suggestion(change=change, num_devices=None, missing_bytes=shortfall.missing_bytes())
 
 
 def _together(
@@ -211,12 +191,18 @@ def _half_precision(attempt: Attempt) -> Trials:
     if attempt.value_bytes > 2:
         yield (
             "--dtype bf16",
-            dataclasses.replace(attempt, value_bytes=2, weight_bytes_per_param=2.0),
+            dataclasses.replace(attempt, value_bytes=2),
         )
 
 
 def _four_bit(attempt: Attempt) -> Trials:
-    yield "a 4-bit base", dataclasses.replace(attempt, weight_bytes_per_param=FOUR_BIT_BYTES)
+    if attempt.config.quantize != 4 or attempt.config.base_weights == "dense":
+        yield "--quantize 4", _with(attempt, quantize=4, base_weights="packed")
+
+
+def _packed(attempt: Attempt) -> Trials:
+    if attempt.config.base_weights == "dense":
+        yield "--base-weights packed", _with(attempt, base_weights="packed")
 
 
 def _one_more_device(attempt: Attempt) -> Trials:

@@ -39,15 +39,12 @@ SHARES = (0.2, 0.4, 0.3, 0.1)  # of the budget: one layer, two layers, head, emb
 # A device on which a layer takes more than this share of the budget gets no second stage, and
 # two calls of each: then about a dozen layers' times are spent, not fifty.
 SLOW_SHARE = 0.05
-# A backward below this share of a layer's: the gradients were made in the forward.
-NO_BACKWARD = 0.01
-# Of a two-layer stage, one layer is at least this share: noise must not make layers free.
-MIN_LAYER_SHARE = 0.2
+NO_BACKWARD = 0.01  # of a layer's backward: the gradients were made in the forward
+MIN_LAYER_SHARE = 0.2  # of a two-layer stage: noise must not make layers free
 # A CPU that computes has a thread busy all the time. With less, others had the cores, perhaps in
 # every call: then the fastest one is slow too, and `slowdown` does not show it.
 MIN_BUSY_SHARE = 0.8
-# What a worker has loaded and the profiler has not: gRPC and links (measured on Linux).
-WORKER_BYTES = 20_000_000
+WORKER_BYTES = 20_000_000  # loaded by a worker, not here: gRPC and links (measured on Linux)
 SMALLEST_CONFIG = {
     "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16,
     "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 64,
@@ -68,6 +65,8 @@ def profile(
     checkpoint_activations: bool,
     with_ends: bool,
     budget_s: float,
+    quantize: int = 0,
+    base_weights: str = "packed",
     clock: Callable[[], float] = time.perf_counter,
     processor_clock: Callable[[], float] = time.process_time,
 ) -> BlockTimes:
@@ -77,9 +76,8 @@ def profile(
     """
     spec.validate_max_seq_length(sequence)
     process_bytes = process_size(backend, device)
-    spec = _with_two_layers(spec)
     timer = StageTimer(
-        spec,
+        _with_two_layers(spec),
         backend=backend,
         device=device,
         lora=lora,
@@ -88,13 +86,14 @@ def profile(
             compute_dtype=compute_dtype,
             wire_dtype=compute_dtype,
             checkpoint_activations=checkpoint_activations,
+            quantize=quantize,
+            base_weights=base_weights,
         ),
         microbatch_size=microbatch_size,
         sequence=sequence,
         clock=clock,
     )
-    one_s, two_s, head_s, embedding_s = (share * budget_s for share in SHARES)
-    slow_s = SLOW_SHARE * budget_s
+    one_s, two_s, head_s, embedding_s, slow_s = (s * budget_s for s in (*SHARES, SLOW_SHARE))
     started_s, processor_started_s = clock(), processor_clock()
     one = timer.measure(_stage(0, 1), limit_s=one_s, slow_s=slow_s)
     slow = one.total_s > slow_s
@@ -102,7 +101,7 @@ def profile(
     layer = LayerFit.of(one, two)
     ends = None
     if with_ends:
-        num = spec.num_layers
+        num = max(2, spec.num_layers)
         last, first = _stage(num - 1, num, head=True), _stage(0, 1, embedding=True)
         head = timer.measure(last, limit_s=head_s, slow_s=0.0 if slow else math.inf)
         # Looking tokens up takes no time worth measuring on a device where a layer takes long.
@@ -121,14 +120,13 @@ def process_size(backend: str, device: str) -> int:
 
     A model of hardly any size takes a step first: model classes and kernels load with it.
     """
-    options = StageOptions(seed=0, compute_dtype=DType.FP32, wire_dtype=DType.FP32)
     spec = ModelSpec.from_config(SMALLEST_CONFIG, place="a model of hardly any size")
     timer = StageTimer(
         spec,
         backend=backend,
         device=device,
         lora=LoraConfig(),
-        options=options,
+        options=StageOptions(seed=0, compute_dtype=DType.FP32, wire_dtype=DType.FP32),
         microbatch_size=1,
         sequence=WARM_UP_TOKENS,
     )
@@ -190,7 +188,7 @@ class StageTimer:
         self._backend = load_backend(backend)
         self._meter = open_meter(backend, device)
         self._size, self._sequence, self._clock = microbatch_size, sequence, clock
-        self._source = RandomTensors(spec, options.compute_dtype)
+        self._source = RandomTensors(spec, options.compute_dtype, quantize=options.quantize)
         self._random = np.random.default_rng(0)
 
     def load(self, stage: StageSpec) -> Stage:

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from exo_train.errors import ModelError
-from exo_train.models.spec import ModelSpec
+from exo_train.models.decode import affine_encoding, encoded_num_bytes, packing_of
+from exo_train.models.packed import Packing, packing_for
+from exo_train.models.spec import ModelSpec, is_projection
 from exo_train.models.tensors import TensorInfo
 from exo_train.wire.tensor import Bytes, DType
 
@@ -20,19 +22,21 @@ _ENCODINGS = {DType.FP32: "F32", DType.FP16: "F16", DType.BF16: "BF16"}
 
 
 class RandomTensors:
-    """A `TensorSource` of a model that is not there: random matrices, norms of ones."""
+    """A `TensorSource` of a model that is not there: random matrices, norms of ones.
 
-    def __init__(self, spec: ModelSpec, dtype: DType) -> None:
+    Matrices are packed where the model's are, and projections where the run quantises them.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: DType, *, quantize: int = 0) -> None:
         self._dtype = dtype
-        self._infos = {
-            name: TensorInfo(
-                name=name,
-                encoding=_ENCODINGS[dtype],
-                shape=shape,
-                num_bytes=math.prod(shape) * dtype.num_bytes,
+        self._infos: dict[str, TensorInfo] = {}
+        for name, shape in spec.all_tensor_shapes().items():
+            packing = _packing(spec, name, shape, quantize)
+            encoding = affine_encoding(packing, "F32") if packing else _ENCODINGS[dtype]
+            num_bytes = encoded_num_bytes(encoding, shape, place=name)
+            self._infos[name] = TensorInfo(
+                name=name, encoding=encoding, shape=shape, num_bytes=num_bytes
             )
-            for name, shape in spec.all_tensor_shapes().items()
-        }
         self._values = np.random.default_rng(0).standard_normal(_NUM_VALUES, np.float32)
 
     @property
@@ -42,11 +46,34 @@ class RandomTensors:
     def read(self, name: str) -> Bytes:
         if name not in self._infos:
             raise ModelError(f"no tensor is called '{name}' in this model")
-        shape = self._infos[name].shape
+        info = self._infos[name]
+        shape = info.shape
+        if packing := packing_of(info.encoding):
+            return self._packed(packing, shape, name)
         # As after training: products neither grow nor vanish from layer to layer.
         values = self._values / np.float32(math.sqrt(shape[-1]))
         pattern = np.ones(1, np.float32) if len(shape) == 1 else values
         return encoded(pattern, self._dtype, size=math.prod(shape))
+
+    def _packed(self, packing: Packing, shape: tuple[int, ...], name: str) -> Bytes:
+        """Give random codes; scales and biases as of values of about 1 / sqrt(columns)."""
+        words, scales = packing.shapes(shape, place=name)
+        codes = np.resize(self._values.view(np.uint32) * np.uint32(2654435761), math.prod(words))
+        scale = np.float32(4 / (1 << packing.bits) / math.sqrt(shape[-1]))
+        scales_RG = np.full(math.prod(scales), scale)
+        biases_RG = np.full(math.prod(scales), -scale * np.float32((1 << packing.bits) / 2))
+        return b"".join(part.tobytes() for part in (codes, scales_RG, biases_RG))
+
+
+def _packing(spec: ModelSpec, name: str, shape: tuple[int, ...], quantize: int) -> Packing | None:
+    """Give how a tensor is packed in training; a profile's model has all its layers alike."""
+    if len(shape) != 2:
+        return None
+    if spec.quantisation and (packing := spec.quantisation.of(name.removesuffix(".weight"))):
+        return packing
+    if quantize and is_projection(name):
+        return packing_for(shape[-1], quantize, place=name)
+    return None
 
 
 def encoded(values: np.ndarray, dtype: DType, *, size: int = 0) -> memoryview:

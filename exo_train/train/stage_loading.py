@@ -38,6 +38,8 @@ def load_planned_stage(
             adapter_init=plan.adapter_init,
             neftune_alpha=plan.neftune_alpha,
             label_smoothing=plan.label_smoothing,
+            quantize=plan.quantize,
+            base_weights=mine.base_weights,
         ),
     )
 

@@ -99,8 +99,8 @@ def test_help_of_targets_counts_them_right() -> None:
 @pytest.mark.parametrize("name", [n for n, option in OPTIONS.items() if option.about.choices])
 def test_help_lists_all_choices_with_the_default_first(name: str) -> None:
     listed = re.split(r", | or ", _help(name).split(":")[0])
-    assert set(listed) == set(OPTIONS[name].about.choices)
-    assert listed[0] == FIELDS[name].default
+    assert set(listed) == set(map(str, OPTIONS[name].about.choices))
+    assert listed[0] == str(FIELDS[name].default)
 
 
 if __name__ == "__main__":

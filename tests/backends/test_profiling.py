@@ -98,7 +98,6 @@ def test_bytes_in_flight_are_those_of_the_planner() -> None:
         assert times.memory is not None
         planned_bytes = pseudo_layer_costs(
             shape,
-            weight_bytes_per_param=4,
             lora_rank=8,
             targets=LoraConfig().targets,
             microbatch_tokens=512,
@@ -286,3 +285,24 @@ def test_a_process_does_not_inherit_the_peak_of_the_one_that_started_it() -> Non
     code = "from exo_train.backends.memory import peak_process_bytes; print(peak_process_bytes())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert int(done.stdout) < ballast.nbytes / 2
+
+
+@each_backend
+@pytest.mark.parametrize("how", ["as the model is", "by the run"])
+def test_a_quantised_base_is_timed_with_packed_weights(backend: str, how: str) -> None:
+    spec, quantize = model(tied=False), 0
+    if how == "by the run":
+        quantize = 8
+    else:
+        config = json.loads(spec.config_json) | {"quantization": {"bits": 8, "group_size": 64}}
+        spec = ModelSpec.from_config(config, place="a quantised model")
+    source = RandomTensors(spec, DType.FP32, quantize=quantize)
+    name = "model.layers.1.mlp.down_proj.weight"
+    values = decode(source.infos[name], source.read(name)).to_numpy()
+    assert source.infos[name].encoding == "AFFINE:8:64:F32"
+    # As large as those of a real model, so that nothing grows or vanishes from layer to layer.
+    assert 0.5 < values.std() * 512**0.5 < 2
+    assert source.infos["lm_head.weight"].encoding == ("F32" if quantize else "AFFINE:8:64:F32")
+    settings: dict[str, Any] = {"with_ends": True, "budget_s": 0.05, "clock": ticking()}
+    times = profiled(backend, spec, quantize=quantize, **settings)
+    assert times.layer_s > 0

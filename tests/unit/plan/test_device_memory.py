@@ -46,7 +46,6 @@ SHAPE = ModelShape(
 def costs(backend: str, device: str, *, process_bytes: int = 0, **changed: Any) -> StageCosts:
     options: dict[str, Any] = {
         "value_bytes": 4,
-        "weight_bytes_per_param": 4,
         "wire_bytes": 4,
         "lora_rank": 8,
         "targets": ALL_TARGETS,
@@ -61,7 +60,6 @@ def costs(backend: str, device: str, *, process_bytes: int = 0, **changed: Any) 
 def formula(*, checkpoint: bool = False, value_bytes: int = 4) -> tuple[LayerCost, ...]:
     return pseudo_layer_costs(
         SHAPE,
-        weight_bytes_per_param=value_bytes,
         lora_rank=8,
         targets=ALL_TARGETS,
         microbatch_tokens=TOKENS,
@@ -163,9 +161,7 @@ def test_a_profile_that_counts_less_than_the_formula_is_not_believed() -> None:
 
 
 def test_sixteen_bits_halve_weights_on_the_device_that_uses_them() -> None:
-    wide, narrow = (
-        costs("torch", "cpu", value_bytes=size, weight_bytes_per_param=size) for size in (4, 2)
-    )
+    wide, narrow = (costs("torch", "cpu", value_bytes=size) for size in (4, 2))
     assert narrow.embedding.static_bytes * 2 == wide.embedding.static_bytes
     assert narrow.per_stage == wide.per_stage, "the wire has one format for all"
 
@@ -190,7 +186,6 @@ def test_scores_of_several_sequences_grow_with_their_number_and_not_its_square()
     growth_bytes = four.layer.static_bytes - one.layer.static_bytes
     layer = pseudo_layer_costs(
         SHAPE,
-        weight_bytes_per_param=4,
         lora_rank=8,
         targets=ALL_TARGETS,
         microbatch_tokens=TOKENS,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from dataclasses import replace
 
 import pytest
 
 from exo_train.config import TrainConfig
 from exo_train.errors import DoesNotFitError
 from exo_train.plan.exact import exact_plan
-from exo_train.plan.memory import ModelShape
+from exo_train.plan.memory import ModelShape, WeightForm
 from exo_train.plan.profiles import DeviceProfile, Household, LinkProfile
 from exo_train.plan.suggestions import Attempt, refusal, suggest
 
@@ -35,7 +36,6 @@ def attempt(
         usable_bytes=tuple((f"d{i}", int(gb * GB)) for i, gb in enumerate(memory_gb)),
         microbatch_size=microbatch_size,
         value_bytes=value_bytes,
-        weight_bytes_per_param=value_bytes,
     )
 
 
@@ -47,8 +47,8 @@ def test_the_sentence_says_what_is_missing_and_what_would_fit():
     assert refusal(attempt(10.5, 10.5, max_seq_length=2048), LLAMA_8B) == (
         "does not fit: needs 8.1 GB more on every split (usable: d0 10.5 GB, d1 10.5 GB); "
         "--checkpoint-activations fits on 2 devices; --max-seq-length 256 fits on 2 devices; "
-        "--rank 4 → still no, 7.8 GB missing; a 4-bit base (not yet available) → still no, "
-        "2.8 GB missing; one more device like d1 (10.5 GB) → still no, 3.7 GB missing"
+        "--rank 4 → still no, 7.8 GB missing; --quantize 4 → still no, "
+        "2.9 GB missing; one more device like d1 (10.5 GB) → still no, 3.7 GB missing"
     )
 
 
@@ -72,7 +72,7 @@ def test_all_changes_together_are_the_last_resort():
 
 def test_what_is_on_already_is_not_advised():
     tried = attempt(4, checkpoint_activations=True, max_seq_length=128, rank=4)
-    assert list(by_change(tried)) == ["a 4-bit base", "one more device like d0 (4.0 GB)"]
+    assert list(by_change(tried)) == ["--quantize 4", "one more device like d0 (4.0 GB)"]
 
 
 def test_fp32_is_advised_to_be_halved_and_nothing_more():
@@ -84,10 +84,19 @@ def test_fp32_is_advised_to_be_halved_and_nothing_more():
     assert not [change for change in found if " and " in change]
 
 
-def test_4_bit_fits_and_is_said_to_be_not_yet_available():
-    four_bit = by_change(attempt(8, checkpoint_activations=True))["a 4-bit base"]
-    assert str(four_bit) == "a 4-bit base (not yet available) fits on 1 device"
-    assert not four_bit.available
+def test_a_4_bit_base_fits_where_it_does():
+    four_bit = by_change(attempt(8, checkpoint_activations=True))["--quantize 4"]
+    assert str(four_bit) == "--quantize 4 fits on 1 device"
+    assert "--quantize 4" not in by_change(attempt(4, quantize=4))
+
+
+def test_a_base_that_is_quantised_is_advised_to_stay_packed():
+    packed = replace(LLAMA_8B, layer_weights=WeightForm.packed(bits=4, group_size=64))
+    changes = {found.change for found in suggest(attempt(8, base_weights="dense"), packed)}
+    assert "--base-weights packed" in changes
+    assert "--quantize 4" not in changes
+    changes = {found.change for found in suggest(attempt(4), packed)}
+    assert not changes & {"--base-weights packed", "--quantize 4"}
 
 
 def test_one_more_device_is_like_the_largest():

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from exo_train.train.rows import CompletionRow, read_rows
+from exo_train.train.data_set import read_data
+from exo_train.train.rows import CompletionRow
 
 FACTS = Path(__file__).parents[3] / "examples" / "facts"
 
 
 def _rows(name: str) -> list[CompletionRow]:
-    rows = read_rows(FACTS / f"{name}.jsonl").rows
+    rows = read_data(str(FACTS / f"{name}.jsonl")).train[0].rows
     assert all(isinstance(row, CompletionRow) for row in rows)
     return [row for row in rows if isinstance(row, CompletionRow)]
 

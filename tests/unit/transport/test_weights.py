@@ -12,6 +12,9 @@ import grpc
 import pytest
 
 from exo_train.errors import ConfigError, ModelError, PeerLostError, ProtocolError
+from exo_train.models.manifest import build_manifest
+from exo_train.models.open import open_model
+from exo_train.models.packed import Packing
 from exo_train.models.tensors import TensorInfo
 from exo_train.peer import Address
 from exo_train.transport.channel import bind, new_server
@@ -19,6 +22,7 @@ from exo_train.transport.weight_cache import MAX_PART_AGE_S, WeightCache
 from exo_train.transport.weight_server import FETCH_METHOD, MAX_NAMES, WeightServer
 from exo_train.transport.weights import RemoteSource
 from exo_train.wire.codec import encode_weight
+from tests.packed_models import make_packed_model
 
 DATA = {
     "embed": os.urandom(3_000_001),
@@ -260,3 +264,28 @@ def test_a_cache_that_cannot_be_written_names_the_folder(server, tmp_path) -> No
     blocked.write_text("")
     with pytest.raises(ConfigError, match=r"Cannot write the weight cache .*file"):
         remote(server.addresses, blocked).read("layer.0")
+
+
+def test_a_packed_matrix_travels_with_its_scales(tmp_path) -> None:
+    """A stage fetches its own layer's tensors, and they are trained as on the giver's disk."""
+    path = make_packed_model(tmp_path / "model", Packing(bits=4, group_size=64), num_layers=2)
+    spec, source = open_model(path)
+    manifest = build_manifest(source, spec, cache_dir=None)
+    mine = manifest.subset(start=1, end=2, embedding=False, head=False)
+    with WeightServer(["127.0.0.1"]) as server:
+        server.register("secret", source)
+        fetching = RemoteSource(
+            server.addresses,
+            peer="mac",
+            token="secret",
+            infos=mine.infos,
+            digests=mine.digests,
+            cache=WeightCache(tmp_path / "cache", max_bytes=1 << 30),
+        )
+        fetching.prefetch(list(mine.infos))
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert mine.infos[name].encoding == "AFFINE:4:64:F32"
+    assert {name: fetching.read(name) for name in mine.infos} == {
+        name: source.read(name) for name in mine.infos
+    }
+    assert fetching.fetched_bytes == sum(info.num_bytes for info in mine.infos.values())
