@@ -176,6 +176,7 @@ def _train_on(
     state: dict[str, Any],
     pause: DiskPause,
 ) -> Outcome:
+    watcher.on_note(_padding_note(data, ring.plan))
     replicator = Replicator(
         ring.plan.run_id,
         directory.path,

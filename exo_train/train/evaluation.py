@@ -23,7 +23,7 @@ def held_out_loss(
         held_out,
         microbatch_size=ring.plan.microbatch_size,
         max_seq_length=config.max_seq_length,
-        packed_length=config.max_seq_length if config.packing else 0,
+        packed=config.packing,
     )
     reports = ring.run_step(
         step,
@@ -59,14 +59,12 @@ def loss_on_one_device(
 
 
 def _microbatches(
-    held_out: Sequence[Example],
-    *,
-    microbatch_size: int,
-    max_seq_length: int,
-    packed_length: int = 0,
+    held_out: Sequence[Example], *, microbatch_size: int, max_seq_length: int, packed: bool = False
 ) -> list[Microbatch]:
     batches = evaluation_batches(
-        held_out, batch_size=EVALUATION_BATCH_SIZE, packed_length=packed_length
+        held_out,
+        batch_size=EVALUATION_BATCH_SIZE,
+        packed_length=max_seq_length if packed else 0,
     )
     cut = [
         microbatch
