@@ -142,7 +142,6 @@ def _train(
         run, candidates, household.asking(fresh=replan), before=None if replan else before
     )
     chosen = chosen.following(before) if before else chosen
-    narrator.on_note(_padding_note(data, chosen.plan))
     directory = RunDir.create(run_dir, allow_existing=resume is not None)
     if resume is None:
         stack.enter_context(directory.in_use())

@@ -82,14 +82,16 @@ def test_the_last_write_can_be_done_again(
         monkeypatch.setattr(driver, name, Trainer)
     monkeypatch.setattr(Finish, "leave", leave)
     pause = DiskPause(device="attic", say=lambda note: None, wants_stop=lambda: stops)
-    ring: Any = SimpleNamespace(plan=SimpleNamespace(run_id="r", generation=1))
+    plan = SimpleNamespace(run_id="r", generation=1, microbatch_size=1, max_seq_length=8)
+    ring: Any = SimpleNamespace(plan=plan)
+    data: Any = SimpleNamespace(batches=SimpleNamespace(padding_note=lambda **sizes: "none"))
     household: Any = SimpleNamespace(holders=list)
     recovery: Any = SimpleNamespace(chosen=SimpleNamespace(prediction=None, advise=None))
-    config, nothing = TrainConfig(model="m", steps=4), SimpleNamespace()
+    config = TrainConfig(model="m", steps=4)
     model: Any = SimpleNamespace(manifest=SimpleNamespace(spec=SimpleNamespace(vocab_size=8)))
     with pytest.raises(raised, match=f"step 4 is saved in .*--resume {tmp_path}"):
         driver._train_on(
-            ring, config, nothing, RunDir(tmp_path), model, Watcher(),
+            ring, config, data, RunDir(tmp_path), model, Watcher(),
             household, recovery, None, {}, pause,
         )  # fmt: skip
     assert left == ["done", "interrupted" if stops else "failed"]
