@@ -21,7 +21,7 @@ from pathlib import Path
 from bench.random_models import SHAPES, random_spec
 from exo_train.agent.profiler_process import run_profiler
 from exo_train.backends.base import StageOptions
-from exo_train.config import LoraConfig
+from exo_train.lora_config import LoraConfig
 from exo_train.plan.block_times import BlockTimes, ProfileRequest
 from exo_train.plan.stages import StageSpec
 from exo_train.train.profiling import StageTimer, profile

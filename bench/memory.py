@@ -21,7 +21,7 @@ from bench.random_models import SHAPES, random_spec
 from exo_train.agent.planning import model_shape
 from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.memory import peak_process_bytes
-from exo_train.config import LoraConfig
+from exo_train.lora_config import LoraConfig
 from exo_train.plan.block_times import BlockTimes
 from exo_train.plan.device_memory import Measured, Processor, stage_costs
 from exo_train.plan.memory_kinds import memory_by_kind
@@ -126,8 +126,7 @@ def costs_of(setting: Setting, times: BlockTimes) -> StageCosts:
         ),
         value_bytes=value_bytes,
         wire_bytes=value_bytes,
-        lora_rank=setting.rank,
-        targets=LoraConfig().targets,
+        lora=LoraConfig(rank=setting.rank),
         microbatch_size=1,
         sequence=setting.sequence,
         checkpoint_activations=setting.checkpoint,

@@ -7,8 +7,8 @@ Arithmetic only: no model file, no network, no tensor framework. Change MODEL an
 
 from __future__ import annotations
 
-from exo_train.config import ALL_TARGETS
 from exo_train.errors import DoesNotFitError
+from exo_train.lora_config import LoraConfig
 from exo_train.plan.memory import ModelShape, boundary_cost, pseudo_layer_costs
 from exo_train.plan.partition import DeviceBudget, one_f_one_b_depth, partition
 
@@ -42,8 +42,7 @@ def show(devices: dict[str, int]) -> None:
     costs = pseudo_layer_costs(
         MODEL,
         weight_bytes_per_param=BYTES_PER_VALUE,
-        lora_rank=8,
-        targets=ALL_TARGETS,
+        lora=LoraConfig(rank=8),
         microbatch_tokens=MICROBATCH_TOKENS,
         activation_bytes=BYTES_PER_VALUE,
         checkpoint_activations=False,

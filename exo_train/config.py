@@ -6,22 +6,24 @@ Pure: reads no file, knows no framework.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from exo_train.errors import ConfigError
+from exo_train.lora_config import (
+    ALL_LAYERS,
+    ALL_TARGETS,
+    MAX_ALPHA,
+    MAX_RANK,
+    LoraConfig,
+    alpha_of,
+    check_words,
+    read_pattern,
+)
 from exo_train.options import check_ranges, nearest, option, options_of, read_values
 
-ALL_TARGETS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-)
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 OPTIMIZERS = ("adamw", "adafactor", "sgd")
 LR_SCHEDULES = ("cosine", "linear", "constant")
@@ -34,20 +36,6 @@ MAX_PROFILE_S = 60.0
 SYSTEM_ROLES = ("template", "merge", "drop", "error")
 TRAIN_TURNS = ("all", "last")
 ON_LONG = ("truncate", "drop", "split", "error")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): W x + alpha/rank · B A x."""
-
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ALL_TARGETS
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +167,43 @@ class TrainConfig:
     )
     rank: int = option(8, "LoRA rank", group=ADAPTER, minimum=1)
     alpha: float = option(16.0, "LoRA alpha; scale is alpha/rank", group=ADAPTER, above=0)
+    scale: float = option(
+        0.0,
+        "Instead of --alpha: alpha becomes scale x rank; 0: by --alpha",
+        group=ADAPTER,
+        minimum=0,
+        shows_default=False,
+    )
+    rslora: bool = option(
+        False, "Rank-stabilised LoRA: scale is alpha over the root of the rank", group=ADAPTER
+    )
+    dora: bool = option(
+        False, "DoRA: each projection's row lengths are trained as well", group=ADAPTER
+    )
     dropout: float = option(0.0, "LoRA dropout", group=ADAPTER, minimum=0, below=1)
     targets: tuple[str, ...] = option(
-        ALL_TARGETS, "Projections, comma-separated (all seven)", group=ADAPTER
+        ALL_TARGETS,
+        "Projections, comma-separated: q_proj, self_attn.q_proj, model.layers.3.self_attn.q_proj, "
+        "or all-linear (all seven)",
+        group=ADAPTER,
+    )
+    adapter_layers: tuple[str, ...] = option(
+        ALL_LAYERS,
+        "Layers that get adapters: all, last:8, or numbers like 0-3,7",
+        group=ADAPTER,
+        takes_numbers=True,
+    )
+    rank_pattern: tuple[str, ...] = option(
+        (), "Ranks that differ: q_proj=16,down_proj=4", group=ADAPTER
+    )
+    alpha_pattern: tuple[str, ...] = option(
+        (), "Alphas that differ: q_proj=32,down_proj=8", group=ADAPTER
+    )
+    init_adapter: str = option(
+        "",
+        "Start from this adapter: a PEFT or mlx-lm folder, or a run; it settles rank, alpha, "
+        "targets and layers",
+        group=ADAPTER,
     )
     optimizer: str = option(
         "adamw", "the rule that moves the adapter", group=RATE, choices=OPTIMIZERS
@@ -304,7 +326,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        _check_targets(self.targets)
+        check_words(self.lora)
+        _check_scale(self)
         _check_devices(self)
         if self.val_rows and self.val_split:
             raise ConfigError(
@@ -315,7 +338,19 @@ class TrainConfig:
     @property
     def lora(self) -> LoraConfig:
         return LoraConfig(
-            rank=self.rank, alpha=self.alpha, dropout=self.dropout, targets=self.targets
+            rank=self.rank,
+            alpha=self.alpha,
+            dropout=self.dropout,
+            targets=self.targets,
+            layers=self.adapter_layers,
+            rslora=self.rslora,
+            dora=self.dora,
+            rank_pattern=read_pattern(
+                self.rank_pattern, "rank_pattern", int, above=0, most=MAX_RANK
+            ),
+            alpha_pattern=read_pattern(
+                self.alpha_pattern, "alpha_pattern", float, above=0, most=MAX_ALPHA
+            ),
         )
 
     @property
@@ -345,6 +380,8 @@ class TrainConfig:
     def from_mapping(cls, mapping: Mapping[str, Any], *, source: str) -> TrainConfig:
         """Build from keys of a file or command line; `source` names the place in messages."""
         values = read_values(OPTIONS, mapping, source=source)
+        if values.get("scale") and "alpha" not in values:
+            values["alpha"] = _alpha_of(values)
         try:
             return cls(**values)
         except ConfigError as error:
@@ -354,17 +391,29 @@ class TrainConfig:
 OPTIONS = options_of(TrainConfig)
 
 
-def _check_targets(targets: tuple[str, ...]) -> None:
-    if not targets:
-        raise ConfigError(f"'targets' is empty; choose among {', '.join(ALL_TARGETS)}")
-    if len(set(targets)) != len(targets):
-        raise ConfigError(f"'targets' names a projection twice: {', '.join(targets)}")
-    for target in targets:
-        if target not in ALL_TARGETS:
-            raise ConfigError(
-                f"'targets': no projection is called '{target}'{nearest(target, ALL_TARGETS)}; "
-                f"known: {', '.join(ALL_TARGETS)}"
-            )
+def plain_values(mapping: Mapping[str, Any], *, source: str) -> dict[str, Any]:
+    """Read single options as `to_dict` gives them; raises ConfigError for one that is wrong."""
+    values = read_values(OPTIONS, mapping, source=source)
+    for name, value in values.items():
+        try:
+            OPTIONS[name].about.check(name, value)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def _alpha_of(values: Mapping[str, Any]) -> float:
+    rank = values.get("rank", OPTIONS["rank"].default)
+    return alpha_of(values["scale"], rank, rslora=values.get("rslora", False))
+
+
+def _check_scale(config: TrainConfig) -> None:
+    scale = config.lora.scale
+    if config.scale and not math.isclose(config.scale, scale, rel_tol=1e-6):
+        raise ConfigError(
+            f"'scale' {config.scale:g} and 'alpha' {config.alpha:g} disagree: with rank "
+            f"{config.rank} that alpha makes a scale of {scale:g}; leave one of them out"
+        )
 
 
 def _check_reports(libraries: tuple[str, ...]) -> None:

@@ -32,6 +32,7 @@ class About:
     below: float | None = None
     choices: tuple[str, ...] | tuple[int, ...] = ()
     shows_default: bool = True  # a number's; else `text` says what happens without it
+    takes_numbers: bool = False  # in a list of names, as YAML reads `[0, 7]`
 
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError for a value outside the range or the choices."""
@@ -128,6 +129,8 @@ def read_values(
         key = str(raw_key).replace("-", "_")
         if key not in known:
             raise ConfigError(f"{source}: unknown key '{raw_key}'{nearest(key, known)}")
+        if known[key].about.takes_numbers:
+            value = _numbers_as_names(value)
         values[key] = _coerce(key, value, known[key].hint, source)
     return values
 
@@ -159,6 +162,12 @@ def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
     if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
         return tuple(value)
     raise refuse("a list of names")
+
+
+def _numbers_as_names(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_numbers_as_names(part) for part in value]
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _number(value: Any, hint: Any, refuse: Callable[[str], ConfigError]) -> int | float:

@@ -222,6 +222,33 @@ def test_a_quantised_base_is_not_quantised_again(
     assert "quantised already (4 bits in groups of 64); leave --quantize out" in error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--targets", "qkv_proj"], "no projection is called 'qkv_proj'"),
+        (["--targets", "layers.2.q_proj"], "layers.2.q_proj is beyond the model, whose layers are"),
+        (["--adapter-layers", "last:16"], "last:16 asks for 16 layers, the model has 2"),
+        (["--adapter-layers", "0-99"], "0-99 is beyond the model, whose layers are 0 to 1"),
+        (["--scale", "3", "--alpha", "16"], "'scale' 3 and 'alpha' 16 disagree"),
+        (["--rank-pattern", "up_proj=4", "--targets", "q_proj"], "up_proj gets no adapter"),
+        (["--init-adapter", "nowhere"], "nowhere is not an adapter"),
+    ],
+)
+def test_adapters_that_the_model_has_no_place_for(
+    arguments: list[str],
+    words: str,
+    model: Path,
+    tmp_path: Path,
+    run: Callable[..., tuple[int, str]],
+) -> None:
+    data = write(tmp_path / "rows.jsonl", GOOD_ROW)
+    code, error = run("train", str(model), "--data", str(data), *arguments)
+    assert code == 2
+    assert_one_sentence(error)
+    assert words in error
+    assert not (tmp_path / "home" / "runs").exists()
+
+
 def test_status_without_an_agent(run: Callable[..., tuple[int, str]]) -> None:
     code, error = run("status")
     assert code == 3

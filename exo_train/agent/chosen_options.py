@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from exo_train.agent.resuming import resumed_options
+from exo_train.agent.starting_adapter import with_adapter
 from exo_train.agent.yaml_file import read_mapping
 from exo_train.config import OPTIONS, TrainConfig
 from exo_train.errors import ConfigError
@@ -62,10 +63,12 @@ def choose_options(
         in_file = to_own_names(read_mapping(file, option="--config"), source=str(file))
         TrainConfig.from_mapping(in_file.values, source=str(file))
     on_line = to_own_names(given, source=COMMAND_LINE, weaker=in_file.values)
-    config = TrainConfig.from_mapping(
-        {**in_file.values, **on_line.values}, source=COMMAND_LINE if given else str(file)
-    )
-    sources = _sources(in_file, "file") | _sources(on_line, COMMAND_LINE)
+    place = COMMAND_LINE if given else str(file)
+    said = {**in_file.values, **on_line.values}
+    values = with_adapter(said, source=place)
+    config = TrainConfig.from_mapping(values, source=place)
+    settled = {name: "--init-adapter" for name in values if name not in said}
+    sources = settled | _sources(in_file, "file") | _sources(on_line, COMMAND_LINE)
     return ChosenOptions(config=config, sources=sources, notes=in_file.notes + on_line.notes)
 
 

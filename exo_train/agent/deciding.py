@@ -74,9 +74,7 @@ def decide_for_size(
     """Compare strategies for microbatches of `size` sequences."""
     household, workload = problem.sized(size)
     shape, config = problem.shape, problem.config
-    num_values = shape.num_layers * adapter_params(
-        shape, lora_rank=config.rank, targets=config.targets
-    )
+    num_values = shape.num_layers * adapter_params(shape, config.lora)
     verdict = compare(
         household, workload, gradient_bytes=num_values * GRADIENT_BYTES, at_least=at_least
     )

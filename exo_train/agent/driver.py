@@ -35,6 +35,7 @@ from exo_train.agent.resuming import (
 from exo_train.agent.run_data import encode_data, fingerprint, rows_of_run
 from exo_train.agent.run_plan import Run, choose_plan
 from exo_train.agent.run_template import keep_template, with_kept_template
+from exo_train.agent.starting_adapter import check_adapter_options, first_checkpoint
 from exo_train.agent.succession import (
     TIED_VARIABLE,
     Succession,
@@ -152,6 +153,7 @@ def _train(
     directory.write_config(_absolute(config, model.path, run_dir, resume))
     _write_succession(directory.path, chosen.plan.run_id, config, model, household)
     _check_space(directory.path, model, config, data, checkpoint)
+    checkpoint = checkpoint or _first(directory.path, config, model, state, watcher)
     ring = stack.enter_context(household.ring_of(chosen.plan))
     recovery = Recovery(
         ring, run, chosen, household, on_note=narrator.on_note, wants_stop=watcher.wants_stop
@@ -160,6 +162,21 @@ def _train(
     return _train_on(
         ring, config, data, directory, model, watcher, household, recovery, checkpoint, state, pause
     )
+
+
+def _first(
+    run_dir: Path,
+    config: TrainConfig,
+    model: OpenedModel,
+    state: dict[str, Any],
+    watcher: Watcher,
+) -> Checkpoint | None:
+    """Give the adapter that a new run starts from, as its step 0; None: from nothing."""
+    if not config.init_adapter:
+        return None
+    checkpoint = first_checkpoint(run_dir, config, model.manifest.spec, state)
+    watcher.on_note(f"the run starts from the adapter {config.init_adapter}")
+    return checkpoint
 
 
 def _train_on(
@@ -324,6 +341,8 @@ def _opened(
     spec = model.manifest.spec
     spec.validate_max_seq_length(config.max_seq_length)
     spec.validate_quantize(config.quantize)
+    if resume is None:  # else what it started from is saved, and may lie on another device
+        check_adapter_options(config, spec)
     data = encode_data(files, config, model_path=model.path, spec=spec, on_note=narrator.on_note)
     return model, data
 
@@ -366,4 +385,6 @@ def _absolute(
     plain["run_dir"] = str(run_dir.resolve())
     if resume is None and config.chat_template and config.chat_template not in KNOWN_TEMPLATES:
         plain["chat_template"] = str(Path(config.chat_template).expanduser().resolve())
+    if config.init_adapter:
+        plain["init_adapter"] = str(Path(config.init_adapter).expanduser().resolve())
     return plain

@@ -51,7 +51,9 @@ class Finish:
     def leave(self, status: str) -> Summary:
         progress = self.progress
         best = best_of(progress.held_out_losses)
-        checkpoint = self._checkpoint(best[0] if best and progress.ended_early else None)
+        # Step 0 has no adapter of this run's.
+        wants_best = bool(progress.ended_early and best and best[0])
+        checkpoint = self._checkpoint(best[0] if best and wants_best else None)
         adapters = self._write_adapters(checkpoint)
         losses, held_out = progress.train_losses, progress.held_out_losses
         relative = {

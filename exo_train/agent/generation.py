@@ -16,10 +16,11 @@ from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.registry import load_backend
 from exo_train.cluster.hardware import detect
 from exo_train.cluster.home import Home
-from exo_train.config import SYSTEM_ROLES, LoraConfig, OptimizerConfig, TrainConfig
+from exo_train.config import SYSTEM_ROLES, OptimizerConfig, TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.export.adapter_formats import Adapter
 from exo_train.export.adapters import read_adapter
+from exo_train.lora_config import LoraConfig
 from exo_train.models.hub import resolve_model
 from exo_train.models.open import open_model
 from exo_train.models.tokenizer import load_tokenizer

@@ -23,6 +23,7 @@ from exo_train.cluster.interface_kinds import WI_FI
 from exo_train.cluster.interfaces import all_dialable, without_zone
 from exo_train.config import TrainConfig
 from exo_train.errors import ExoTrainError, InterruptedRunError, PeerError, PeerLostError
+from exo_train.lora_config import LoraConfig
 from exo_train.peer import Address, NodeId, has_control_characters
 from exo_train.plan.block_times import MAX_ANSWER_CHARS, BlockTimes, ProfileRequest
 from exo_train.plan.fields import parse_json
@@ -59,6 +60,7 @@ def request_for(
     config_json: str,
     config: TrainConfig,
     *,
+    lora: LoraConfig,
     compute_dtype: str,
     microbatch_size: int,
     sequence: int,
@@ -68,13 +70,14 @@ def request_for(
     """Ask for a layer as this run would compute it on `candidate`.
 
     `config.base_weights` is what the candidate is to do; undecided ("auto"), it is packed.
+    `lora` is of every layer.
     """
     return ProfileRequest(
         config_json=config_json,
         backend=candidate.backend,
         device=candidate.device,
         compute_dtype=compute_dtype,
-        lora=config.lora,
+        lora=lora,
         microbatch_size=microbatch_size,
         sequence=sequence,
         checkpoint_activations=config.checkpoint_activations,

@@ -28,6 +28,7 @@ from exo_train.agent.planning import (
 )
 from exo_train.config import TrainConfig
 from exo_train.errors import DoesNotFitError, ExoTrainError, InterruptedRunError, PeerError
+from exo_train.lora_config import in_every_layer
 from exo_train.models.spec import ModelSpec
 from exo_train.peer import NodeId
 from exo_train.plan.block_times import BlockTimes
@@ -295,6 +296,7 @@ def measure(
             candidate,
             spec.config_json,
             with_weights_held(candidate, config, spec),
+            lora=in_every_layer(config.lora, spec.num_layers),
             compute_dtype=compute_dtype(candidate, config.dtype),
             microbatch_size=size,
             sequence=width,

@@ -320,8 +320,7 @@ def _assign(
     microbatch_tokens = microbatch_size * config.max_seq_length
     costs = pseudo_layer_costs(
         shape,
-        lora_rank=config.rank,
-        targets=config.targets,
+        lora=config.lora,
         microbatch_tokens=microbatch_tokens,
         activation_bytes=value_bytes,
         checkpoint_activations=config.checkpoint_activations,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from exo_train.agent.run_data import fingerprint
-from exo_train.config import TrainConfig
+from exo_train.config import TrainConfig, plain_values
 from exo_train.errors import ConfigError, DataError, ProtocolError
 from exo_train.plan.plan import Plan
 from exo_train.train.batches import plan_batches
@@ -27,8 +27,9 @@ RESUME_MAY_CHANGE = (
     "save_every", "save_minutes", "keep", "shadow", "takeover", "step_timeout_s",
     "early_stop", "stop_loss", "report_to", "base_weights",
 )  # fmt: skip
-# A template is kept with the run; what it makes of the rows is compared with the data.
-NOT_COMPARED = (*RESUME_MAY_CHANGE, "run_dir", "chat_template")
+# A template is kept with the run; what it makes of the rows is compared with the data. An adapter
+# that a run started from is its step 0.
+NOT_COMPARED = (*RESUME_MAY_CHANGE, "run_dir", "chat_template", "init_adapter")
 
 
 def resumed_options(run: Path, changes: Mapping[str, Any]) -> TrainConfig:
@@ -44,7 +45,8 @@ def resumed_options(run: Path, changes: Mapping[str, Any]) -> TrainConfig:
         )
     # The split is in the plan; laid down anew it is what counts.
     before = {**stored.to_dict(), "layers": ()}
-    asked = TrainConfig.from_mapping({**before, **changes}, source="command line").to_dict()
+    # Compared one by one first: what two options say together is no matter of a resumed run.
+    asked = {**before, **plain_values(changes, source="command line")}
     conflicts = [
         f"--{name.replace('_', '-')} cannot change on --resume: the run has "
         f"{_shown(before[name])}, the command line says {_shown(asked[name])}"

@@ -1,8 +1,8 @@
 """LoRA's numbers that no framework may decide: names, first values, dropout masks, checks.
 
-Owns adapter naming and initialisation, the dropout hash and its NumPy reference. Must not import
-a framework: both backends follow the arithmetic here, so a run has the same numbers on any
-backend, for any split, microbatch size and padding.
+Owns the arrays' names and shapes, their initialisation, the dropout hash and its NumPy reference.
+Must not import a framework: both backends follow the arithmetic here, so a run has the same
+numbers on any backend, for any split, microbatch size and padding.
 
 Shapes: B sequences, T positions, F input features of a projection.
 """
@@ -17,12 +17,22 @@ import numpy as np
 
 from exo_train.backends.base import Arrays, MicrobatchInput
 from exo_train.backends.packed_rows import row_places
-from exo_train.config import ALL_TARGETS, LoraConfig
 from exo_train.errors import ConfigError
+from exo_train.lora_config import (
+    ALL_TARGETS,
+    LoraConfig,
+    Placement,
+    densest_layer,
+    layer_words,
+    placements,
+)
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.stages import StageSpec
 
 RANDOM_B_BOUND = 0.02
+# Keeps a row of zeros from being divided by its length.
+SMALLEST_SQUARE = 1e-30
+ADAPTER_PARTS = (".lora_a", ".lora_b", ".dora_m")
 
 # Odd, near 2**32 / golden ratio: spreads consecutive indices over all bits before they are mixed.
 INDEX_STRIDE = 0x9E3779B1
@@ -33,38 +43,108 @@ THRESHOLD_BITS = 24
 _WORD = 0xFFFFFFFF
 
 
-def module_path(target: str) -> str:
-    """Give the path of a projection inside its decoder layer."""
-    return f"self_attn.{target}" if target in ALL_TARGETS[:4] else f"mlp.{target}"
+def stage_placements(spec: ModelSpec, stage: StageSpec, lora: LoraConfig) -> tuple[Placement, ...]:
+    """Give the adapters of this stage's layers; there may be none.
+
+    Raises ConfigError for a choice that the whole model has no place for.
+    """
+    return tuple(p for p in placements(lora, spec.num_layers) if p.layer in stage.layers)
 
 
-def adapter_prefix(layer: int, target: str) -> str:
-    return f"model.layers.{layer}.{module_path(target)}"
+def adapter_shapes(
+    spec: ModelSpec, stage: StageSpec, lora: LoraConfig
+) -> dict[str, tuple[int, ...]]:
+    """Give the arrays trained on a stage, in the order of computing.
+
+    `lora_a` (in, rank) and `lora_b` (rank, out); with DoRA also `dora_m` (out).
+    """
+    bases = spec.tensor_shapes(start=stage.start, end=stage.end, embedding=False, head=False)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for placement in stage_placements(spec, stage, lora):
+        out_features, in_features = bases[f"{placement.prefix}.weight"]
+        shapes[f"{placement.prefix}.lora_a"] = in_features, placement.rank
+        shapes[f"{placement.prefix}.lora_b"] = placement.rank, out_features
+        if lora.dora:
+            shapes[f"{placement.prefix}.dora_m"] = (out_features,)
+    return shapes
+
+
+def no_dense_weight(kind: str) -> str:
+    """Say that a base has no rows to be measured."""
+    return (
+        f"DoRA needs the lengths of the base's rows, and {kind} does not give its weights: leave "
+        f"out --dora, or use a model that is not quantised"
+    )
+
+
+def is_adapter(name: str) -> bool:
+    """Tell a trained array from the optimizer's arrays."""
+    return name.endswith(ADAPTER_PARTS)
 
 
 def initial_adapter(
     spec: ModelSpec, stage: StageSpec, lora: LoraConfig, *, seed: int, init: str
 ) -> Arrays:
-    """Draw `lora_a` (in, rank) from U(±1/sqrt(in)); `lora_b` (rank, out) is zero or small.
+    """Draw `lora_a` from U(±1/sqrt(in)); `lora_b` is zero or small.
 
-    A value depends on (seed, layer, target) alone, so a stage draws what the whole model would.
+    A value depends on (seed, layer, target, rank) alone, so a stage draws what the whole model
+    would. `dora_m` is not drawn: a stage takes it from its base (`magnitudes` of a backend).
     """
-    shapes = spec.tensor_shapes(start=stage.start, end=stage.end, embedding=False, head=False)
+    shapes = adapter_shapes(spec, stage, lora)
     arrays: Arrays = {}
-    for layer in stage.layers:
-        for target in lora.targets:
-            prefix = adapter_prefix(layer, target)
-            out_features, in_features = shapes[f"{prefix}.weight"]
-            sequence = np.random.SeedSequence([seed, layer, ALL_TARGETS.index(target)])
-            rng = np.random.Generator(np.random.PCG64(sequence))
-            bound = 1 / math.sqrt(in_features)
-            lora_a = rng.uniform(-bound, bound, (in_features, lora.rank))
-            lora_b = np.zeros((lora.rank, out_features))
-            if init == "random":
-                lora_b = rng.uniform(-RANDOM_B_BOUND, RANDOM_B_BOUND, lora_b.shape)
-            arrays[f"{prefix}.lora_a"] = lora_a.astype(np.float32)
-            arrays[f"{prefix}.lora_b"] = lora_b.astype(np.float32)
+    for placement in stage_placements(spec, stage, lora):
+        words = [seed, placement.layer, ALL_TARGETS.index(placement.target)]
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(words)))
+        in_features, rank = shapes[f"{placement.prefix}.lora_a"]
+        bound = 1 / math.sqrt(in_features)
+        lora_a = rng.uniform(-bound, bound, (in_features, rank))
+        lora_b = np.zeros(shapes[f"{placement.prefix}.lora_b"])
+        if init == "random":
+            lora_b = rng.uniform(-RANDOM_B_BOUND, RANDOM_B_BOUND, lora_b.shape)
+        arrays[f"{placement.prefix}.lora_a"] = lora_a.astype(np.float32)
+        arrays[f"{placement.prefix}.lora_b"] = lora_b.astype(np.float32)
     return arrays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainable:
+    """What of a model is trained."""
+
+    num_values: int
+    num_model_values: int
+    layers: tuple[int, ...]
+    targets: tuple[str, ...]
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.num_values / self.num_model_values
+
+
+def count_trainable(spec: ModelSpec, lora: LoraConfig) -> Trainable:
+    """Count the whole model's trained values; raises ConfigError as `placements` does."""
+    whole = StageSpec(start=0, end=spec.num_layers, embedding=True, head=True)
+    chosen = placements(lora, spec.num_layers)
+    return Trainable(
+        num_values=sum(map(math.prod, adapter_shapes(spec, whole, lora).values())),
+        num_model_values=sum(map(math.prod, spec.all_tensor_shapes().values())),
+        layers=tuple(sorted({placement.layer for placement in chosen})),
+        targets=tuple(densest_layer(lora, spec.num_layers)),
+    )
+
+
+def adapter_sentence(spec: ModelSpec, lora: LoraConfig) -> str:
+    """Say what is trained: kind, projections, layers, values and their share of the model."""
+    found = count_trainable(spec, lora)
+    kind = "DoRA" if lora.dora else "rank-stabilised LoRA" if lora.rslora else "LoRA"
+    ranks = sorted({placement.rank for placement in placements(lora, spec.num_layers)})
+    layers = f"all {spec.num_layers} layers"
+    if len(found.layers) < spec.num_layers:
+        layers = f"layers {','.join(layer_words(found.layers))} of {spec.num_layers}"
+    return (
+        f"{kind} of rank {'/'.join(map(str, ranks))} on {', '.join(found.targets)} in {layers}: "
+        f"{found.num_values:,} of {found.num_model_values:,} values are trained "
+        f"({found.percent:.3g} %)"
+    )
 
 
 def select_arrays(

@@ -23,15 +23,15 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from exo_train.backends.base import Arrays, MicrobatchInput, Stage, StageOptions
 from exo_train.backends.lora import (
-    adapter_prefix,
     dropout_of,
     initial_adapter,
     select_arrays,
+    stage_placements,
 )
 from exo_train.backends.memory import memory_errors_named, peak_process_bytes
 from exo_train.backends.mlx_finite import first_bad_gradient, first_bad_value
 from exo_train.backends.mlx_head import head_loss
-from exo_train.backends.mlx_lora import Adapter, LoraLinear, Slot
+from exo_train.backends.mlx_lora import Adapter, Slot, attach, magnitudes
 from exo_train.backends.mlx_masks import layer_masks
 from exo_train.backends.mlx_model import (
     MLX_DTYPES,
@@ -46,8 +46,9 @@ from exo_train.backends.noise import noise_of
 from exo_train.backends.optimizers import Optimizer
 from exo_train.backends.sampling import generate_tokens
 from exo_train.backends.stage_model import input_name, layer_windows
-from exo_train.config import LoraConfig, OptimizerConfig
+from exo_train.config import OptimizerConfig
 from exo_train.errors import DoesNotFitError
+from exo_train.lora_config import LoraConfig, Placement
 from exo_train.models.spec import ModelSpec
 from exo_train.models.tensors import TensorSource
 from exo_train.plan.stages import StageSpec
@@ -70,11 +71,15 @@ def load_stage(
     )
     with mx.stream(checked_device(device)), named:
         model = load_base_model(spec, stage, tensors, device=device, options=options)
+        placements = stage_placements(spec, stage, lora)
         arrays = initial_adapter(spec, stage, lora, seed=options.seed, init=options.adapter_init)
+        if lora.dora:
+            arrays |= magnitudes(model, stage, placements)
         return MlxStage(
             stage,
             model,
             arrays,
+            placements=placements,
             device=device,
             windows=layer_windows(spec, stage),
             lora=lora,
@@ -121,6 +126,7 @@ class MlxStage:
         model: Any,
         arrays: Arrays,
         *,
+        placements: Sequence[Placement],
         device: str,
         windows: list[int | None],
         lora: LoraConfig,
@@ -132,8 +138,8 @@ class MlxStage:
         self._memory_errors_named = partial(
             memory_errors_named, stage, device, checkpointed=options.checkpoint_activations
         )
-        self._slot = Slot()
-        self._attach(lora)
+        self._slot = Slot(dtype=MLX_DTYPES[options.compute_dtype])
+        attach(model, stage, placements, arrays, self._slot)
         self._adapter: Adapter = {name: mx.array(array) for name, array in arrays.items()}
         self._names = [
             [name for name in arrays if name.startswith(f"model.layers.{layer}.")]
@@ -145,20 +151,6 @@ class MlxStage:
         mx.eval(self._adapter, self._optimizer.arrays)
         self._stash: dict[int, _Stashed] = {}
         self.begin_step(step=0, loss_scale=1.0)
-
-    def _attach(self, lora: LoraConfig) -> None:
-        for layer, block in zip(self._stage.layers, self._model.model.layers, strict=True):
-            for target in lora.targets:
-                parent = block.self_attn if target in block.self_attn else block.mlp
-                adapted = LoraLinear(
-                    parent[target],
-                    prefix=adapter_prefix(layer, target),
-                    scale=lora.scale,
-                    layer=layer,
-                    target=target,
-                    slot=self._slot,
-                )
-                setattr(parent, target, adapted)
 
     def begin_step(self, *, step: int, loss_scale: float) -> None:
         self._step, self._loss_scale, self._loss_sum = step, loss_scale, 0.0
@@ -200,6 +192,8 @@ class MlxStage:
         stashed = self._stash.pop(index)
         if self._stage.head:
             return stashed.input_grad
+        if self._stage.embedding and not self._adapter:
+            return None  # nobody has a use for a gradient here
         assert grad_BTD is not None
         microbatch = stashed.microbatch
 

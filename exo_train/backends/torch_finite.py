@@ -15,6 +15,8 @@ def all_finite(value: torch.Tensor) -> bool:
 
 def first_bad_gradient(gradients: Mapping[str, torch.Tensor]) -> str:
     """Name the last array that is not finite, where backward came first; empty: none."""
+    if not gradients:  # of layers without an adapter
+        return ""
     # One number an array is quick to look at. The sum of large ones may be infinite: so look again.
     if bool(torch.stack([gradient.sum() for gradient in gradients.values()]).isfinite().all()):
         return ""

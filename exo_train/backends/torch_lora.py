@@ -1,43 +1,65 @@
-"""LoRA in PyTorch: the adapted projection and its gradient. Owns no weights' loading or updates.
+"""LoRA in PyTorch: the adapted projection, its gradient, and where it is put.
+
+Owns no weights' loading or updates.
 
 Shapes: B sequences, T positions, F input features, R rank, O output features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from exo_train.backends.lora import INDEX_STRIDE, MIX_1, MIX_2, THRESHOLD_BITS, Dropout
+from exo_train.backends.base import Arrays
+from exo_train.backends.lora import (
+    INDEX_STRIDE,
+    MIX_1,
+    MIX_2,
+    SMALLEST_SQUARE,
+    THRESHOLD_BITS,
+    Dropout,
+    no_dense_weight,
+)
+from exo_train.errors import ConfigError
+from exo_train.lora_config import Placement
+from exo_train.plan.stages import StageSpec
 
 
 @dataclass(slots=True, kw_only=True)
 class DropoutSlot:
     """What all projections of a stage read during one forward or recompute."""
 
+    dtype: torch.dtype  # the base computes in it
     dropout: Dropout | None = None
 
 
 class LoraLinear(torch.nn.Module):
-    """A frozen projection plus `scale * (dropout(x) A) B`, computed in float32."""
+    """A frozen projection plus `scale * (dropout(x) A) B`, computed in float32.
+
+    With DoRA the sum's rows are given the lengths `dora_m` (Liu et al. 2024, arXiv:2402.09353);
+    as in its section 4.3 the lengths they have count as constant. Dropout is on the low-rank path
+    alone, as in mlx-lm; PEFT drops the base's input too.
+    """
 
     def __init__(
         self,
-        base: torch.nn.Linear,
-        lora_a: torch.nn.Parameter,
-        lora_b: torch.nn.Parameter,
-        *,
-        scale: float,
-        layer: int,
-        target: str,
+        base: torch.nn.Module,
+        placement: Placement,
+        adapter: Mapping[str, torch.nn.Parameter],
         slot: DropoutSlot,
     ) -> None:
         super().__init__()
-        self.base, self.lora_a, self.lora_b = base, lora_a, lora_b
-        self.scale, self.layer, self.target, self.slot = scale, layer, target, slot
+        prefix = placement.prefix
+        self.base, self.slot = base, slot
+        self.lora_a, self.lora_b = adapter[f"{prefix}.lora_a"], adapter[f"{prefix}.lora_b"]
+        self.scale, self.layer, self.target = placement.scale, placement.layer, placement.target
+        self.dora_m = adapter.get(f"{prefix}.dora_m")
+        # An adapter is attached with the lengths of its base's rows.
+        self.base_squares_O = None if self.dora_m is None else self.dora_m.detach().square()
 
     def forward(self, x_BTF: torch.Tensor) -> torch.Tensor:
         dropout = self.slot.dropout
@@ -46,10 +68,95 @@ class LoraLinear(torch.nn.Module):
             words_BT = dropout.position_words(
                 self.layer, self.target, shape=tuple(x_BTF.shape[:2]), features=x_BTF.shape[2]
             )
-        delta_BTO = _LowRank.apply(  # type: ignore[no-untyped-call]
+        delta_BTO: torch.Tensor = _LowRank.apply(  # type: ignore[no-untyped-call]
             x_BTF, self.lora_a, self.lora_b, self.scale, dropout, words_BT
         )
-        return self.base(x_BTF) + delta_BTO  # type: ignore[no-any-return]
+        if self.dora_m is None:
+            y_BTO: torch.Tensor = self.base(x_BTF)
+            return y_BTO + delta_BTO
+        bias = getattr(self.base, "bias", None)
+        sum_BTO = self._without_bias(x_BTF) + delta_BTO
+        gain_O = self.dora_m / self._lengths()
+        long_BTO: torch.Tensor = _Lengthened.apply(sum_BTO, gain_O)  # type: ignore[no-untyped-call]
+        return long_BTO if bias is None else long_BTO + bias
+
+    def _without_bias(self, x: torch.Tensor) -> torch.Tensor:
+        bias = getattr(self.base, "bias", None)
+        y: torch.Tensor = self.base(x)
+        return y if bias is None else y - bias
+
+    @torch.no_grad()
+    def _lengths(self) -> torch.Tensor:
+        """Give |W + scale (A B)ᵀ| of each row (O), from products alone: no dense sum is made.
+
+        Per row |w|² + 2 scale w·d + scale² |d|², where d is a row of (A B)ᵀ.
+        """
+        assert self.base_squares_O is not None
+        a_FR, b_RO = self.lora_a, self.lora_b
+        base_RO = self._without_bias(a_FR.T[None].to(self.slot.dtype))[0].float()
+        squares_O = (
+            self.base_squares_O
+            + 2 * self.scale * (base_RO * b_RO).sum(0)
+            + self.scale**2 * (b_RO * ((a_FR.T @ a_FR) @ b_RO)).sum(0)
+        )
+        return squares_O.clamp_min(SMALLEST_SQUARE).sqrt()
+
+
+class _Lengthened(torch.autograd.Function):
+    """Multiplies outputs by float32 factors; keeps them in their own dtype for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, sum_BTO: torch.Tensor, gain_O: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(sum_BTO, gain_O)
+        return (sum_BTO.float() * gain_O).to(sum_BTO.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        sum_BTO, gain_O = ctx.saved_tensors
+        grad_BTO = grads[0].float()
+        grad_gain_O = (grad_BTO * sum_BTO.float()).flatten(0, 1).sum(0)
+        return (grad_BTO * gain_O).to(sum_BTO.dtype), grad_gain_O
+
+
+def attach(
+    model: Any,
+    stage: StageSpec,
+    placements: Sequence[Placement],
+    adapter: Mapping[str, torch.nn.Parameter],
+    slot: DropoutSlot,
+) -> None:
+    """Put adapters around the stage's projections; `adapter` holds their arrays by name."""
+    for placement in placements:
+        parent = _parent_of(model, stage, placement)
+        base = getattr(parent, placement.target)
+        setattr(parent, placement.target, LoraLinear(base, placement, adapter, slot))
+
+
+def magnitudes(model: Any, stage: StageSpec, placements: Sequence[Placement]) -> Arrays:
+    """Give the lengths of the base's rows, which `dora_m` starts from; before `attach`."""
+    arrays: Arrays = {}
+    for placement in placements:
+        base = getattr(_parent_of(model, stage, placement), placement.target)
+        lengths_O = torch.linalg.vector_norm(dense_weight(base), dim=1, dtype=torch.float32)
+        arrays[f"{placement.prefix}.dora_m"] = lengths_O.cpu().numpy()
+    return arrays
+
+
+def dense_weight(base: torch.nn.Module) -> torch.Tensor:
+    """Give a frozen projection's weight (out, in); a packed one unpacks it with its `dense`."""
+    if isinstance(base, torch.nn.Linear):
+        return base.weight
+    dense = getattr(base, "dense", None)
+    if dense is None:
+        raise ConfigError(no_dense_weight(type(base).__name__))
+    weight: torch.Tensor = dense()
+    return weight
+
+
+def _parent_of(model: Any, stage: StageSpec, placement: Placement) -> torch.nn.Module:
+    block = model.model.layers[placement.layer - stage.start]
+    parent: torch.nn.Module = block.get_submodule(placement.block)
+    return parent
 
 
 class _LowRank(torch.autograd.Function):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +23,10 @@ from transformers.cache_utils import DynamicCache
 from exo_train.backends.base import Arrays, MicrobatchInput, Stage, StageOptions
 from exo_train.backends.lora import (
     Dropout,
-    adapter_prefix,
     dropout_of,
     initial_adapter,
     select_arrays,
+    stage_placements,
 )
 from exo_train.backends.memory import memory_errors_named, peak_process_bytes
 from exo_train.backends.noise import noise_of
@@ -35,7 +35,7 @@ from exo_train.backends.sampling import generate_tokens
 from exo_train.backends.stage_model import input_name
 from exo_train.backends.torch_finite import all_finite, first_bad_gradient, outputs_watched
 from exo_train.backends.torch_head import head_loss, head_loss_and_gradient
-from exo_train.backends.torch_lora import DropoutSlot, LoraLinear
+from exo_train.backends.torch_lora import DropoutSlot, attach, magnitudes
 from exo_train.backends.torch_masks import attention_arguments
 from exo_train.backends.torch_model import (
     TORCH_DTYPES,
@@ -44,8 +44,9 @@ from exo_train.backends.torch_model import (
     to_torch,
 )
 from exo_train.backends.torch_noise import with_noise
-from exo_train.config import LoraConfig, OptimizerConfig
+from exo_train.config import OptimizerConfig
 from exo_train.errors import ConfigError, DoesNotFitError
+from exo_train.lora_config import LoraConfig, Placement
 from exo_train.models.spec import ModelSpec
 from exo_train.models.tensors import TensorSource
 from exo_train.plan.stages import StageSpec
@@ -68,11 +69,15 @@ def load_stage(
         stage, device, doing="loading", checkpointed=options.checkpoint_activations
     ):
         model = load_base_model(spec, stage, tensors, device=torch_device, options=options)
+        placements = stage_placements(spec, stage, lora)
         arrays = initial_adapter(spec, stage, lora, seed=options.seed, init=options.adapter_init)
+        if lora.dora:
+            arrays |= magnitudes(model, stage, placements)
         return TorchStage(
             stage,
             model,
             arrays,
+            placements=placements,
             device=torch_device,
             lora=lora,
             optimizer=optimizer,
@@ -134,6 +139,7 @@ class TorchStage:
         model: Any,
         arrays: Arrays,
         *,
+        placements: Sequence[Placement],
         device: torch.device,
         lora: LoraConfig,
         optimizer: OptimizerConfig,
@@ -141,12 +147,12 @@ class TorchStage:
     ) -> None:
         self._stage, self._model, self._device, self._options = stage, model, device, options
         self._dropout_rate = lora.dropout
-        self._slot = DropoutSlot()
+        self._slot = DropoutSlot(dtype=TORCH_DTYPES[options.compute_dtype])
         self._adapter = {
             name: torch.nn.Parameter(torch.from_numpy(array).to(device))
             for name, array in arrays.items()
         }
-        self._attach(lora)
+        attach(model, stage, placements, self._adapter, self._slot)
         self._optimizer = Optimizer(
             optimizer,
             self._shapes(),
@@ -161,22 +167,6 @@ class TorchStage:
                 )
         self._stash: dict[int, _Stashed] = {}
         self.begin_step(step=0, loss_scale=1.0)
-
-    def _attach(self, lora: LoraConfig) -> None:
-        for layer, block in zip(self._stage.layers, self._model.model.layers, strict=True):
-            for target in lora.targets:
-                parent = block.self_attn if hasattr(block.self_attn, target) else block.mlp
-                prefix = adapter_prefix(layer, target)
-                adapted = LoraLinear(
-                    getattr(parent, target),
-                    self._adapter[f"{prefix}.lora_a"],
-                    self._adapter[f"{prefix}.lora_b"],
-                    scale=lora.scale,
-                    layer=layer,
-                    target=target,
-                    slot=self._slot,
-                )
-                setattr(parent, target, adapted)
 
     def begin_step(self, *, step: int, loss_scale: float) -> None:
         self._step, self._loss_scale, self._loss_sum = step, loss_scale, 0.0
@@ -221,7 +211,8 @@ class TorchStage:
                 assert grad_BTD is not None
                 gradient = to_torch(grad_BTD, device=self._device, dtype=stashed.output_BTD.dtype)
             self._slot.dropout = stashed.dropout  # read where layers are computed again
-            torch.autograd.backward(stashed.output_BTD, gradient)
+            if stashed.output_BTD.requires_grad:  # not on a first stage without an adapter
+                torch.autograd.backward(stashed.output_BTD, gradient)
             if self._stage.embedding:
                 return None
             assert stashed.input_BTD.grad is not None

@@ -19,6 +19,7 @@ from typing import Any
 
 import exo_train
 from exo_train.errors import ConfigError, ProtocolError
+from exo_train.lora_config import densest_layer
 from exo_train.models.fields import canonical_json
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.block_times import BlockTimes, ProfileRequest
@@ -65,8 +66,8 @@ def profile_key(request: ProfileRequest, *, chip: str) -> str:
         "quantisation": dataclasses.asdict(spec.quantisation) if spec.quantisation else {},
         "quantize": request.quantize,
         "base_weights": request.base_weights,
-        "rank": request.lora.rank,
-        "targets": sorted(request.lora.targets),
+        "ranks": densest_layer(request.lora, spec.num_layers),
+        "dora": request.lora.dora,
         "dropout": request.lora.dropout > 0,
         "versions": {"exo-train": exo_train.__version__, **{p: _version(p) for p in packages}},
         "cpus": _num_cpus(),

@@ -19,17 +19,16 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from exo_train.backends.base import Arrays
-from exo_train.backends.lora import adapter_prefix
-from exo_train.config import LoraConfig
 from exo_train.errors import ConfigError, NumericsError, ProtocolError
 from exo_train.export.adapter_formats import (
     MLX,
     PEFT,
     Adapter,
     Format,
+    Place,
     layer_and_target,
-    targets_of,
 )
+from exo_train.lora_config import ALL_TARGETS, LoraConfig, placements
 from exo_train.plan.fields import parse_json
 from exo_train.wire.tensor import DType, HostTensor
 
@@ -84,16 +83,13 @@ def check_adapter(
     arrays: Mapping[str, np.ndarray], *, lora: LoraConfig, num_layers: int, steps: int
 ) -> None:
     """Refuse an adapter that misses a layer, has a strange array, a bad number or no effect."""
-    expected = {
-        f"{adapter_prefix(layer, target)}.{part}"
-        for layer in range(num_layers)
-        for target in lora.targets
-        for part in ("lora_a", "lora_b")
-    }
+    ranks = {p.prefix: p.rank for p in placements(lora, num_layers)}
+    expected = {f"{prefix}.{part}" for prefix in ranks for part in parts_of(lora)}
     _refuse(expected - arrays.keys(), "misses")
     _refuse(arrays.keys() - expected, "has what the run did not train:")
-    wrong = {name for name, array in arrays.items() if not _has_rank(name, array, lora.rank)}
-    _refuse(wrong, f"is not of rank {lora.rank} in")
+    for name, array in arrays.items():
+        rank = ranks[name.rpartition(".")[0]]
+        _refuse(set() if _has_rank(name, array, rank) else {name}, f"is not of rank {rank} in")
     _refuse({name for name, array in arrays.items() if not np.isfinite(array).all()}, "is NaN in")
     if steps > 0:
         # AdamW moves every value that ever had a gradient, and B starts at zero.
@@ -101,7 +97,14 @@ def check_adapter(
         _refuse(still, f"does nothing after {steps} steps in")
 
 
+def parts_of(lora: LoraConfig) -> tuple[str, ...]:
+    """Name the arrays of each adapted projection."""
+    return ("lora_a", "lora_b", "dora_m") if lora.dora else ("lora_a", "lora_b")
+
+
 def _has_rank(name: str, array: np.ndarray, rank: int) -> bool:
+    if name.endswith(".dora_m"):
+        return array.ndim == 1
     return array.ndim == 2 and array.shape[1 if name.endswith(".lora_a") else 0] == rank
 
 
@@ -118,12 +121,13 @@ def _write(directory: Path, form: Format, live: Adapter, num_layers: int) -> Pat
     shutil.rmtree(temp, ignore_errors=True)
     temp.mkdir(parents=True)
     try:
-        weights = save(form.to_arrays(live.arrays), metadata=form.metadata)
-        config = form.to_config(live.lora, live.base_model, num_layers)
+        told = form.as_stored(live, num_layers)
+        weights = save(form.to_arrays(told.arrays), metadata=form.metadata)
+        config = form.to_config(told, num_layers)
         _write_synced(temp / form.weights_file, weights)
         text = json.dumps(config, indent=2, ensure_ascii=False)
         _write_synced(temp / CONFIG_FILE, f"{text}\n".encode())
-        _compare(read_adapter(temp), live, final)
+        _compare(read_adapter(temp, num_layers=num_layers), told, final, num_layers)
         if final.exists():
             shutil.rmtree(final)
         temp.rename(final)
@@ -140,7 +144,7 @@ def _write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _compare(found: Adapter, live: Adapter, place: Path) -> None:
+def _compare(found: Adapter, live: Adapter, place: Path, num_layers: int) -> None:
     """Refuse when what lies on disk is not bit for bit what is in memory."""
     differing = {
         name
@@ -150,26 +154,32 @@ def _compare(found: Adapter, live: Adapter, place: Path) -> None:
         or not np.array_equal(found.arrays[name], live.arrays[name])
     }
     _refuse(differing, f"read back from {place} differs in")
-    same_scale = np.isclose(found.lora.scale, live.lora.scale, rtol=1e-9, atol=0.0)
-    if found.lora.rank != live.lora.rank or not same_scale:
-        raise NumericsError(
-            f"the adapter read back from {place} has rank {found.lora.rank} and scale "
-            f"{found.lora.scale:g}, trained were {live.lora.rank} and {live.lora.scale:g}"
-        )
+    read, meant = (
+        {p.prefix: (p.rank, p.scale) for p in placements(adapter.lora, num_layers)}
+        for adapter in (found, live)
+    )
+    for prefix, (rank, scale) in meant.items():
+        found_rank, found_scale = read[prefix]
+        if found_rank != rank or not np.isclose(found_scale, scale, rtol=1e-9, atol=0.0):
+            raise NumericsError(
+                f"the adapter read back from {place} has rank {found_rank} and scale "
+                f"{found_scale:g} in {prefix}, trained were {rank} and {scale:g}"
+            )
 
 
-def read_adapter(path: Path) -> Adapter:
-    """Read a PEFT or mlx-lm adapter folder into the neutral form; raises ConfigError."""
+def read_adapter(path: Path, *, num_layers: int | None = None) -> Adapter:
+    """Read a PEFT or mlx-lm adapter folder into the neutral form; raises ConfigError.
+
+    `num_layers` are the model's, where it is known.
+    """
     config = _read_config(path)
     form = PEFT if "peft_type" in config else MLX
     try:
         arrays = form.from_arrays(_read_weights(path / form.weights_file))
-        rank, alpha, dropout = form.from_config(config)
-        targets = targets_of(arrays)
-        _check_pairs(arrays, rank)
+        lora = form.from_config(config, _ranks_of(arrays), num_layers)
+        _check_whole(arrays, lora)
     except ConfigError as error:
         raise ConfigError(f"adapter {path}: {error}") from None
-    lora = LoraConfig(rank=rank, alpha=alpha, dropout=dropout, targets=targets)
     base = config.get("base_model_name_or_path") or config.get("model") or ""
     return Adapter(arrays=arrays, lora=lora, base_model=str(base))
 
@@ -210,11 +220,27 @@ def _read_weights(file: Path) -> Arrays:
     return arrays
 
 
-def _check_pairs(arrays: Arrays, rank: int) -> None:
+def _ranks_of(arrays: Arrays) -> dict[Place, int]:
+    """Give the rank of each adapted projection, in the order of computing."""
+    ranks: dict[Place, int] = {}
     for name, array in arrays.items():
-        layer, target = layer_and_target(name)
-        if not _has_rank(name, array, rank):
-            raise ConfigError(f"'{name}' has shape {array.shape}, its config says rank {rank}")
-        for part in ("lora_a", "lora_b"):
-            if f"{adapter_prefix(layer, target)}.{part}" not in arrays:
-                raise ConfigError(f"'{name}' has no {part} beside it")
+        place = layer_and_target(name)
+        if array.ndim != (1 if name.endswith(".dora_m") else 2):
+            raise ConfigError(f"'{name}' has shape {array.shape}")
+        if name.endswith(".lora_a"):
+            ranks[place] = array.shape[1]
+        else:
+            ranks.setdefault(place, 0)
+    return {p: ranks[p] for p in sorted(ranks, key=lambda p: (p[0], ALL_TARGETS.index(p[1])))}
+
+
+def _check_whole(arrays: Arrays, lora: LoraConfig) -> None:
+    for name, array in arrays.items():
+        prefix, _, part = name.rpartition(".")
+        if part not in parts_of(lora):
+            raise ConfigError(f"'{name}' belongs to DoRA, which its config does not say")
+        for other in parts_of(lora):
+            if f"{prefix}.{other}" not in arrays:
+                raise ConfigError(f"'{name}' has no {other} beside it")
+        if part == "lora_b" and array.shape[0] != arrays[f"{prefix}.lora_a"].shape[1]:
+            raise ConfigError(f"'{name}' has shape {array.shape}, lora_a beside it another rank")

@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exo_train.config import ALL_TARGETS, QUANTIZE_BITS, LoraConfig
+from exo_train.config import QUANTIZE_BITS
 from exo_train.errors import ProtocolError
+from exo_train.lora_config import LoraConfig
 from exo_train.plan.fields import Fields, parse_json
+from exo_train.plan.lora_fields import read_lora
 
 SCHEMA = 1
 MAX_REQUEST_CHARS = 2 << 20  # the model's config may have half of it
@@ -79,7 +81,7 @@ class ProfileRequest:
                 backend=fields.text("backend"),
                 device=fields.text("device"),
                 compute_dtype=fields.text("compute_dtype", choices=("fp32", "bf16", "fp16")),
-                lora=_read_lora(fields.inner("lora")),
+                lora=read_lora(fields.inner("lora"), f"{place}.lora"),
                 microbatch_size=fields.whole("microbatch_size", low=1, high=MAX_SEQUENCES),
                 sequence=fields.whole("sequence", low=1, high=MAX_POSITIONS),
                 checkpoint_activations=fields.flag("checkpoint_activations"),
@@ -192,21 +194,6 @@ class BlockTimes:
                 f"together, not {times.layer_s:g}"
             )
         return times
-
-
-def _read_lora(fields: Fields) -> LoraConfig:
-    with fields:
-        return LoraConfig(
-            rank=fields.whole("rank", low=1, high=1 << 16),
-            alpha=fields.number("alpha", low=0),
-            dropout=fields.number("dropout", low=0, high=1),
-            targets=fields.each("targets", most=len(ALL_TARGETS), read=_read_target),
-        )
-
-
-def _read_target(value: object, place: str) -> str:
-    with Fields({"target": value}, place) as fields:
-        return fields.text("target", choices=ALL_TARGETS)
 
 
 def _read_ends(value: object, place: str) -> EndTimes:

@@ -10,10 +10,10 @@ CUDA and Metal.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from exo_train.config import OptimizerConfig
+from exo_train.lora_config import LoraConfig
 from exo_train.plan.block_times import BlockMemory
 from exo_train.plan.memory import (
     ADAMW,
@@ -108,8 +108,7 @@ def stage_costs(
     processor: Processor,
     value_bytes: int,
     wire_bytes: int,
-    lora_rank: int,
-    targets: Sequence[str],
+    lora: LoraConfig,
     microbatch_size: int,
     sequence: int,
     checkpoint_activations: bool,
@@ -125,8 +124,7 @@ def stage_costs(
     tokens, backend, device = microbatch_size * sequence, processor.backend, processor.device
     embedding, layer, *_, head = pseudo_layer_costs(
         shape,
-        lora_rank=lora_rank,
-        targets=targets,
+        lora=lora,
         microbatch_tokens=tokens,
         activation_bytes=value_bytes,
         checkpoint_activations=False,

@@ -10,10 +10,10 @@ another backend adds is `device_memory`'s.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from exo_train.config import OptimizerConfig
+from exo_train.lora_config import LoraConfig, densest_layer
 
 ADAMW = OptimizerConfig()
 # The loss runs the head over this many tokens at a time; the frozen head needs no logits later.
@@ -136,8 +136,7 @@ NO_COPIES = Copies(own=0, neighbours=0)
 def pseudo_layer_costs(
     shape: ModelShape,
     *,
-    lora_rank: int,
-    targets: Sequence[str],
+    lora: LoraConfig,
     microbatch_tokens: int,
     activation_bytes: int,
     checkpoint_activations: bool,
@@ -147,24 +146,20 @@ def pseudo_layer_costs(
 ) -> tuple[LayerCost, ...]:
     """Give the costs of embedding, decoder layers and head, in that order.
 
-    Weights that are not packed take `activation_bytes` too. `masked` as in
-    `activation_bytes_per_token`.
+    Weights that are not packed take `activation_bytes` too. Each layer is reckoned with all
+    adapters that any layer has. `masked`: `activation_bytes_per_token`.
     """
     n = microbatch_tokens
     activations = n * activation_bytes_per_token(
-        shape,
-        lora_rank=lora_rank,
-        targets=targets,
-        activation_bytes=activation_bytes,
-        masked=masked,
+        shape, lora=lora, activation_bytes=activation_bytes, masked=masked
     )
     # The gradients of gate, up and their product live at the same time (derived).
     gradients = 3 * n * shape.intermediate_size * activation_bytes
     # A checkpointed layer keeps its input and recomputes the rest when its gradient comes
     # (Chen et al. 2016, arXiv:1604.06174).
     layer_input = n * shape.hidden_size * activation_bytes
-    num_values = adapter_params(shape, lora_rank=lora_rank, targets=targets)
-    copy_bytes = copied_bytes(shape, optimizer, lora_rank=lora_rank, targets=targets)
+    num_values = adapter_params(shape, lora)
+    copy_bytes = copied_bytes(shape, lora, optimizer)
     adapter_bytes = copy_bytes + _FP32_BYTES * num_values
     copies_bytes = (copies.own + copies.neighbours) * copy_bytes
     tied_copies_bytes = shape.num_layers * copies.neighbours * copy_bytes
@@ -245,31 +240,33 @@ def decoder_params(shape: ModelShape) -> int:
     )
 
 
-def adapter_params(shape: ModelShape, *, lora_rank: int, targets: Sequence[str]) -> int:
-    """Count a layer's adapter: r (inputs + outputs) per target (Hu et al. 2021, section 4)."""
-    return lora_rank * sum(sum(shape.projection(target)) for target in targets)
+def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
+    """Count a layer's adapters: r (inputs + outputs) per target (Hu et al. 2021, section 4).
+
+    DoRA has one value more per output (Liu et al. 2024, section 4.1).
+    """
+    num_values = 0
+    for target, rank in densest_layer(lora, shape.num_layers).items():
+        inputs, outputs = shape.projection(target)
+        num_values += rank * (inputs + outputs) + outputs * lora.dora
+    return num_values
 
 
-def copied_bytes(
-    shape: ModelShape, optimizer: OptimizerConfig, *, lora_rank: int, targets: Sequence[str]
-) -> int:
+def copied_bytes(shape: ModelShape, lora: LoraConfig, optimizer: OptimizerConfig) -> int:
     """Give a layer's part of a copy for a rewind: its adapter and what the optimizer keeps of it.
 
     All in fp32. A stage itself has the gradients besides.
     """
-    sizes = [size for target in targets for size in shape.projection(target)]
-    slots = [slot for size in sizes for slot in optimizer.slots((size, lora_rank)).values()]
-    num_values = adapter_params(shape, lora_rank=lora_rank, targets=targets)
-    return _FP32_BYTES * (num_values + sum(math.prod(slot) for slot in slots))
+    arrays: list[tuple[int, ...]] = []
+    for target, rank in densest_layer(lora, shape.num_layers).items():
+        inputs, outputs = shape.projection(target)
+        arrays += [(inputs, rank), (rank, outputs), *([(outputs,)] if lora.dora else [])]
+    kept = [slot for array in arrays for slot in optimizer.slots(array).values()]
+    return _FP32_BYTES * sum(math.prod(array) for array in (*arrays, *kept))
 
 
 def activation_bytes_per_token(
-    shape: ModelShape,
-    *,
-    lora_rank: int,
-    targets: Sequence[str],
-    activation_bytes: int,
-    masked: bool = False,
+    shape: ModelShape, *, lora: LoraConfig, activation_bytes: int, masked: bool = False
 ) -> int:
     """Give what one decoder layer keeps per token for its backward pass, without checkpointing.
 
@@ -279,16 +276,19 @@ def activation_bytes_per_token(
     fp32 sums of softmax and norms. Measured: bytes seen by `saved_tensors_hooks` in the PyTorch
     stage (transformers 5.24, sdpa), h=256, f=704, fp32 and bf16, all targets and q, v: equal.
     PEFT keeps an fp32 copy of each adapter's input instead, 1.6 times as much in bf16.
+    DoRA keeps each projection's output before it is given its length as well (derived).
     `masked`: attention has a mask of its own, as of packed rows; k and v are then kept once for
     each query head (measured in the same way: equal).
     """
+    ranks = densest_layer(lora, shape.num_layers)
     h, f = shape.hidden_size, shape.intermediate_size
     values = 2 * shape.attention_size + 3 * f
     values += 2 * (shape.attention_size if masked else shape.kv_size)
-    values += h * (not {"q_proj", "k_proj", "v_proj"}.isdisjoint(targets))
-    values += h * (not {"gate_proj", "up_proj"}.isdisjoint(targets))
-    values += f * ("down_proj" in targets)
-    fp32_values = 2 * h + lora_rank * len(targets) + shape.num_heads + 2
+    values += h * (not {"q_proj", "k_proj", "v_proj"}.isdisjoint(ranks))
+    values += h * (not {"gate_proj", "up_proj"}.isdisjoint(ranks))
+    values += f * ("down_proj" in ranks)
+    values += lora.dora * sum(shape.projection(target)[1] for target in ranks)
+    fp32_values = 2 * h + sum(ranks.values()) + shape.num_heads + 2
     return values * activation_bytes + fp32_values * _FP32_BYTES
 
 

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from exo_train.config import (
-    ALL_TARGETS,
     DTYPES,
     OPTIMIZERS,
     PIPELINE_SCHEDULES,
     QUANTIZE_BITS,
-    LoraConfig,
     OptimizerConfig,
 )
 from exo_train.errors import ProtocolError
+from exo_train.lora_config import LoraConfig
 from exo_train.peer import Address, NodeId
 from exo_train.plan.fields import Fields, parse_json
+from exo_train.plan.lora_fields import placements_of, read_lora
 from exo_train.plan.stages import StageSpec
 
 SCHEMA = 1
@@ -122,7 +122,7 @@ class Plan:
                 microbatch_size=fields.whole("microbatch_size", low=1, high=_MAX_SIZE),
                 max_seq_length=fields.whole("max_seq_length", low=1, high=_MAX_SIZE),
                 wire_dtype=fields.text("wire_dtype", choices=_REAL_DTYPES),
-                lora=_lora_from(fields.inner("lora")),
+                lora=read_lora(fields.inner("lora"), "plan.lora"),
                 optimizer=_optimizer_from(fields.inner("optimizer")),
                 seed=fields.whole("seed", low=0),
                 checkpoint_activations=fields.flag("checkpoint_activations"),
@@ -144,6 +144,7 @@ class Plan:
             if rank.rank != place:
                 raise ProtocolError(f"plan lists rank {rank.rank} ({rank.name}) at place {place}")
         self._check_layers()
+        placements_of(self.lora, self.num_layers, "plan.lora")
         for rank in self.ranks:
             for has_it, place, part in (
                 (rank.stage.embedding, 0, "embedding"),
@@ -190,6 +191,8 @@ def _with_floats(settings: LoraConfig | OptimizerConfig) -> dict[str, Any]:
     """Give plain values in which 16 and 16.0 are the same text, so equal plans hash alike."""
     hints = {f.name: f.type for f in dataclasses.fields(settings)}
     plain = dataclasses.asdict(settings)
+    if isinstance(settings, LoraConfig):
+        plain["alpha_pattern"] = [(key, float(alpha)) for key, alpha in settings.alpha_pattern]
     return {k: float(v) if hints[k] in ("float", float) else v for k, v in plain.items()}
 
 
@@ -241,23 +244,6 @@ def _layer_bound(value: object, place: str) -> int:
 def _address_from(value: object, place: str) -> Address:
     with Fields(value, place) as fields:
         return Address(fields.text("host"), fields.whole("port", low=1, high=65535))
-
-
-def _lora_from(fields: Fields) -> LoraConfig:
-    with fields:
-        targets = fields.each("targets", most=len(ALL_TARGETS), read=_target)
-        if len(set(targets)) != len(targets) or not targets:
-            raise ProtocolError(f"plan.lora.targets must be distinct names, got {list(targets)}")
-        return LoraConfig(
-            rank=fields.whole("rank", low=1, high=_MAX_SIZE),
-            alpha=fields.number("alpha", low=1e-12),
-            dropout=fields.number("dropout", low=0.0, high=0.999999),
-            targets=targets,
-        )
-
-
-def _target(value: object, place: str) -> str:
-    return Fields({"name": value}, place).text("name", choices=ALL_TARGETS)
 
 
 def _optimizer_from(fields: Fields) -> OptimizerConfig:

@@ -85,8 +85,7 @@ def run_workload(
     return Workload(
         costs=pseudo_layer_costs(
             held_shape(shape, quantize=config.quantize, base_weights=config.base_weights),
-            lora_rank=config.rank,
-            targets=config.targets,
+            lora=config.lora,
             microbatch_tokens=tokens,
             activation_bytes=value_bytes,
             checkpoint_activations=config.checkpoint_activations,
@@ -123,8 +122,7 @@ def run_stage_costs(
         processor=processor,
         value_bytes=value_bytes,
         wire_bytes=wire_bytes,
-        lora_rank=config.rank,
-        targets=config.targets,
+        lora=config.lora,
         microbatch_size=microbatch_size,
         sequence=sequence,
         checkpoint_activations=config.checkpoint_activations,

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from exo_train.backends.lora import is_adapter
 from exo_train.config import TrainConfig
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.stages import StageSpec
-from exo_train.train.collecting import is_adapter
 from exo_train.train.loop import Data
 from exo_train.train.state_copies import state_layout
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from exo_train.backends.base import Arrays
-from exo_train.config import LoraConfig, OptimizerConfig
+from exo_train.backends.lora import is_adapter
+from exo_train.config import OptimizerConfig
 from exo_train.errors import ProtocolError
+from exo_train.lora_config import LoraConfig
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.history import StepId
 from exo_train.plan.stages import StageSpec
@@ -21,11 +23,6 @@ from exo_train.train.state_copies import Layout, check_piece, state_layout
 from exo_train.wire.pb import control_pb2 as pb
 
 STATE_TIMEOUT_S = 600.0
-
-
-def is_adapter(name: str) -> bool:
-    """Tell a trained array from the optimizer's arrays."""
-    return name.endswith((".lora_a", ".lora_b"))
 
 
 def split_state(state: Mapping[str, Any]) -> tuple[Arrays, Arrays]:

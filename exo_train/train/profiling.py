@@ -23,7 +23,8 @@ import numpy as np
 
 from exo_train.backends.base import MicrobatchInput, Stage, StageOptions
 from exo_train.backends.registry import load_backend
-from exo_train.config import LoraConfig, OptimizerConfig
+from exo_train.config import OptimizerConfig
+from exo_train.lora_config import LoraConfig
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.block_times import STEADY_SLOWDOWN, BlockMemory, BlockTimes, EndTimes
 from exo_train.plan.device_memory import counts_process, default_process_bytes
@@ -185,8 +186,7 @@ class StageTimer:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._spec, self._device, self._lora, self._options = spec, device, lora, options
-        self._backend = load_backend(backend)
-        self._meter = open_meter(backend, device)
+        self._backend, self._meter = load_backend(backend), open_meter(backend, device)
         self._size, self._sequence, self._clock = microbatch_size, sequence, clock
         self._source = RandomTensors(spec, options.compute_dtype, quantize=options.quantize)
         self._random = np.random.default_rng(0)

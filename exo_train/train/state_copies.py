@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 
 from google.protobuf.message import DecodeError
 
-from exo_train.backends.lora import adapter_prefix
+from exo_train.backends.lora import adapter_shapes
 from exo_train.backends.optimizers import state_shapes
-from exo_train.config import LoraConfig, OptimizerConfig
+from exo_train.config import OptimizerConfig
 from exo_train.errors import ExoTrainError, ProtocolError
+from exo_train.lora_config import LoraConfig
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.history import StepId, shadow_holder
 from exo_train.plan.plan import Plan
@@ -39,14 +40,7 @@ def state_layout(
     spec: ModelSpec, lora: LoraConfig, optimizer: OptimizerConfig, stage: StageSpec
 ) -> Layout:
     """Give every array of the stage's adapter and optimizer state, as the plan has them."""
-    shapes = spec.tensor_shapes(start=stage.start, end=stage.end, embedding=False, head=False)
-    adapter: dict[str, tuple[int, ...]] = {}
-    for layer in stage.layers:
-        for target in lora.targets:
-            prefix = adapter_prefix(layer, target)
-            out_features, in_features = shapes[f"{prefix}.weight"]
-            adapter[f"{prefix}.lora_a"] = (in_features, lora.rank)
-            adapter[f"{prefix}.lora_b"] = (lora.rank, out_features)
+    adapter = adapter_shapes(spec, stage, lora)
     floats = adapter | state_shapes(optimizer, adapter)
     return {"step": ("<i8", ())} | {name: ("<f4", shape) for name, shape in floats.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from exo_train.config import LoraConfig
+from exo_train.lora_config import LoraConfig
 from exo_train.plan.block_times import ProfileRequest
 from tests.tiny_models import tiny_config
 

@@ -29,6 +29,7 @@ from exo_train.errors import (
     PeerError,
     PeerLostError,
 )
+from exo_train.lora_config import LoraConfig
 from exo_train.peer import Address
 from exo_train.plan.block_times import BlockTimes, ProfileRequest
 from exo_train.transport.channel import open_channel
@@ -70,6 +71,7 @@ def run_request(candidate: Candidate, **changed: Any) -> ProfileRequest:
         candidate,
         json.dumps(tiny_config()),
         TrainConfig(rank=2),
+        lora=LoraConfig(rank=2),
         compute_dtype="fp32",
         microbatch_size=1,
         **{"sequence": 16, "budget_s": 0.1, **changed},

@@ -16,7 +16,8 @@ import pytest
 import typer.main
 
 from exo_train.cli.main import app
-from exo_train.config import ALL_TARGETS, OPTIONS, TrainConfig
+from exo_train.config import OPTIONS, TrainConfig
+from exo_train.lora_config import ALL_TARGETS
 
 GOLDEN = Path(__file__).with_name("cli_surface.txt")
 NOT_OF_THE_CONFIG = {"config", "resume", "replan", "print_config", "as_json"}

@@ -17,7 +17,8 @@ import numpy as np
 
 from exo_train.backends.base import Arrays, MicrobatchInput, Stage, StageOptions
 from exo_train.backends.registry import load_backend
-from exo_train.config import LoraConfig, OptimizerConfig
+from exo_train.config import OptimizerConfig
+from exo_train.lora_config import LoraConfig
 from exo_train.models.open import open_model
 from exo_train.models.spec import ModelSpec
 from exo_train.models.tensors import TensorSource

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from exo_train.config import LoraConfig
 from exo_train.errors import ConfigError
+from exo_train.lora_config import LoraConfig
 from exo_train.wire.tensor import DType, HostTensor
 from tests.backends.hand_ring import (
     LORA,

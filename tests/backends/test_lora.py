@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exo_train.backends import lora, mlx_lora, torch_lora
-from exo_train.config import ALL_TARGETS, LoraConfig
+from exo_train.lora_config import ALL_TARGETS, LoraConfig
 from exo_train.plan.stages import StageSpec
 from tests.backends.hand_ring import tiny
 

@@ -20,6 +20,7 @@ from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.mlx_packed import PackedLinear
 from exo_train.backends.registry import load_backend
 from exo_train.config import OptimizerConfig
+from exo_train.lora_config import LoraConfig
 from exo_train.models.open import open_model
 from exo_train.models.packed import BITS, GROUP_SIZES, Packing, quantised
 from exo_train.plan.stages import StageSpec
@@ -44,6 +45,7 @@ def load(
     *,
     bounds: Sequence[int] | None = None,
     options: StageOptions = OPTIONS,
+    lora: LoraConfig = LORA,
 ) -> list[Stage]:
     spec, source = open_model(model)
     bounds = bounds or (0, spec.num_layers)
@@ -53,7 +55,7 @@ def load(
             StageSpec(start=start, end=end, embedding=start == 0, head=end == spec.num_layers),
             source,
             device="cpu",
-            lora=LORA,
+            lora=lora,
             optimizer=OptimizerConfig(),
             options=options,
         )
@@ -201,6 +203,17 @@ def test_a_base_quantised_by_the_run_is_the_one_mlx_would_make(tmp_path: Path, b
     in_full = train(load(plain, ["torch"]), steps=2)
     with pytest.raises(AssertionError):  # the comparison can fail
         assert_same_numbers(in_full, expected)
+
+
+@pytest.mark.parametrize("backend", ["mlx", "torch"])
+@pytest.mark.parametrize("bits", BITS)
+def test_dora_measures_packed_rows(tmp_path: Path, backend: str, bits: int) -> None:
+    packed = make_packed_model(
+        tmp_path / "packed", Packing(bits=bits, group_size=64), num_layers=NUM_LAYERS
+    )
+    dora = dataclasses.replace(LORA, dora=True)
+    dense = load(dense_model(tmp_path / "dense", packed), ["torch"], lora=dora)
+    assert_same_numbers(train(load(packed, [backend], lora=dora), steps=2), train(dense, steps=2))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

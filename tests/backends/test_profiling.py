@@ -20,8 +20,8 @@ import pytest
 
 from exo_train import profiler
 from exo_train.backends.memory import peak_process_bytes
-from exo_train.config import LoraConfig
 from exo_train.errors import ConfigError
+from exo_train.lora_config import LoraConfig
 from exo_train.models.decode import decode
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.block_times import STEADY_SLOWDOWN, BlockTimes, ProfileRequest
@@ -98,8 +98,7 @@ def test_bytes_in_flight_are_those_of_the_planner() -> None:
         assert times.memory is not None
         planned_bytes = pseudo_layer_costs(
             shape,
-            lora_rank=8,
-            targets=LoraConfig().targets,
+            lora=LoraConfig(rank=8),
             microbatch_tokens=512,
             activation_bytes=4,
             checkpoint_activations=checkpoint,

@@ -16,8 +16,9 @@ import numpy as np
 from exo_train.agent.recovery import Recovery
 from exo_train.agent.run_plan import Run, RunPlan
 from exo_train.backends.base import Arrays
-from exo_train.config import LoraConfig, OptimizerConfig, TrainConfig
+from exo_train.config import OptimizerConfig, TrainConfig
 from exo_train.errors import DoesNotFitError, ExoTrainError
+from exo_train.lora_config import LoraConfig
 from exo_train.models.manifest import ModelManifest
 from exo_train.peer import NodeId
 from exo_train.plan.history import StepId

@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from exo_train.agent.chosen_options import choose_options
 from exo_train.agent.resuming import RESUME_MAY_CHANGE
-from exo_train.config import ALL_TARGETS, OPTIONS, TrainConfig
+from exo_train.config import OPTIONS, TrainConfig
 from exo_train.errors import ConfigError
+from exo_train.export.adapters import write_adapters
+from exo_train.lora_config import ALL_TARGETS, placements
 from exo_train.options import Option
 from exo_train.train.rundir import RunDir
 
@@ -24,6 +28,23 @@ NUMBERS = [name for name, value in DEFAULTS.items() if type(value) in (int, floa
 WHOLE_NUMBERS = [name for name, value in DEFAULTS.items() if type(value) is int]
 FRACTIONS = [name for name in NUMBERS if name not in WHOLE_NUMBERS]
 
+_ADAPTERS = tempfile.TemporaryDirectory()
+
+
+def _adapter(name: str) -> str:
+    """Write an adapter of the usual kind, for a model of one tiny layer."""
+    usual = TrainConfig().lora
+    arrays = {
+        f"{place.prefix}.lora_{part}": np.ones((8, 8), np.float32)
+        for place in placements(usual, 1)
+        for part in "ab"
+    }
+    paths = write_adapters(
+        Path(_ADAPTERS.name) / name, arrays, lora=usual, base_model="tiny", num_layers=1, steps=1
+    )
+    return str(paths.peft)
+
+
 # Two different values of an option, the file's and the command line's: those that cannot be made
 # of its range.
 CHOSEN: dict[str, tuple[Any, Any]] = {
@@ -31,7 +52,17 @@ CHOSEN: dict[str, tuple[Any, Any]] = {
     "data": ("file.jsonl", "line.jsonl"),
     "columns": (["prompt=question"], ["prompt=q", "completion=a"]),
     "chat_template": ("file.jinja", "chatml"),
-    "targets": (["q_proj"], ["v_proj", "o_proj"]),
+    "targets": (["q_proj"], ["q_proj", "self_attn.o_proj"]),
+    "adapter_layers": (["last:8"], ["0-3", "7"]),
+    "rank_pattern": (["q_proj=16"], ["q_proj=4"]),
+    "alpha_pattern": (["q_proj=32.5"], ["q_proj=8"]),
+    # Two that would disagree if rank, alpha and scale were chosen each for itself.
+    "rank": (16, 4),
+    "alpha": (32.0, 64.0),
+    "scale": (8.0, 16.0),
+    "rslora": (True, False),
+    # Read as soon as they are named; of the usual kind, so that they settle nothing else.
+    "init_adapter": (_adapter("file"), _adapter("line")),
     "shadow": ("off", "4"),
     "min_devices": (2, 3),
     "devices": (["den-pc", "attic"], ["kitchen-mac", "den-pc", "attic"]),
@@ -72,14 +103,15 @@ def _empty_value(option: Option) -> Any:
     return [] if isinstance(empty, tuple) else empty
 
 
+REQUIRED = {"model": "m", "data": "d.jsonl"}
+NEVER_EMPTY = ("targets", "adapter_layers")
 FILE_AND_COMMAND_LINE = {name: _two_values(option) for name, option in OPTIONS.items()}
 # Values that are false to Python and all the same said on purpose.
 FALSE_AND_MEANT: dict[str, Any] = {
     name: empty
     for name, option in OPTIONS.items()
-    if name not in ("model", "data", "targets") and (empty := _empty_value(option)) is not None
+    if name not in (*REQUIRED, *NEVER_EMPTY) and (empty := _empty_value(option)) is not None
 }
-REQUIRED = {"model": "m", "data": "d.jsonl"}
 
 
 def read_options(
@@ -356,7 +388,7 @@ def test_empty_file_says_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_resumed_run_keeps_what_decides_its_numbers(name: str, tmp_path: Path) -> None:
     stored, asked = FILE_AND_COMMAND_LINE[name]
-    RunDir(tmp_path).write_config(TrainConfig().to_dict() | {name: stored})
+    RunDir(tmp_path).write_config(_from(**{name: stored}).to_dict())
     # A split that was laid down is in the run's plan from then on, rows are with the run.
     kept = {"layers": [], "data": ""}.get(name, stored)
     assert read_options(None, {}, resume=tmp_path).to_dict()[name] in (kept, str(tmp_path))

@@ -201,6 +201,7 @@ def test_a_run_asks_for_its_own_layer() -> None:
         candidate(A, "cuda:1"),
         json.dumps({"hidden_size": 64}),
         config,
+        lora=config.lora,
         compute_dtype="bf16",
         microbatch_size=3,
         sequence=96,

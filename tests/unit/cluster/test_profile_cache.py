@@ -22,7 +22,7 @@ from exo_train.cluster.profile_cache import (
     ProfileCache,
     profile_key,
 )
-from exo_train.config import LoraConfig
+from exo_train.lora_config import LoraConfig
 from exo_train.plan.block_times import BlockTimes, EndTimes, ProfileRequest
 from tests.tiny_models import tiny_config
 

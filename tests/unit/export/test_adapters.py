@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from exo_train.config import ALL_TARGETS, LoraConfig
 from exo_train.errors import ConfigError, NumericsError
 from exo_train.export import adapters
 from exo_train.export.adapter_formats import PEFT
 from exo_train.export.adapters import read_adapter, write_adapters
+from exo_train.lora_config import ALL_TARGETS, LoraConfig, placements
 
 SIZES = {  # (in, out) of a layer whose attention is square, so that only the names tell
     "q_proj": (16, 16),
@@ -34,12 +35,13 @@ def path_of(target: str) -> str:
 def make_arrays(lora: LoraConfig = LORA, num_layers: int = 12, seed: int = 0):
     rng = np.random.default_rng(seed)
     arrays = {}
-    for layer in range(num_layers):
-        for target in lora.targets:
-            inputs, outputs = SIZES[target]
-            prefix = f"model.layers.{layer}.{path_of(target)}"
-            arrays[f"{prefix}.lora_a"] = rng.normal(size=(inputs, lora.rank)).astype(np.float32)
-            arrays[f"{prefix}.lora_b"] = rng.normal(size=(lora.rank, outputs)).astype(np.float32)
+    for place in placements(lora, num_layers):
+        inputs, outputs = SIZES[place.target]
+        prefix = f"model.layers.{place.layer}.{path_of(place.target)}"
+        arrays[f"{prefix}.lora_a"] = rng.normal(size=(inputs, place.rank)).astype(np.float32)
+        arrays[f"{prefix}.lora_b"] = rng.normal(size=(place.rank, outputs)).astype(np.float32)
+        if lora.dora:
+            arrays[f"{prefix}.dora_m"] = rng.uniform(1, 2, outputs).astype(np.float32)
     return arrays
 
 
@@ -56,6 +58,8 @@ def write(directory, arrays, *, lora=LORA, num_layers=12, steps=5):
         LORA,
         LoraConfig(rank=7, alpha=12.0, targets=("q_proj", "down_proj")),
         LoraConfig(rank=4, alpha=0.3, targets=("o_proj",)),
+        LoraConfig(rank=4, dora=True, layers=("8-11",)),
+        LoraConfig(rank=2, targets=("k_proj", "up_proj"), layers=("0-3", "7")),
     ],
 )
 def test_either_format_gives_back_the_adapter(tmp_path, form, lora):
@@ -67,6 +71,53 @@ def test_either_format_gives_back_the_adapter(tmp_path, form, lora):
     assert found.arrays.keys() == arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(found.arrays[name], array)
+
+
+KINDS = LoraConfig(
+    rank=4,
+    alpha=10.0,
+    rslora=True,
+    dora=True,
+    targets=("model.layers.3.self_attn.q_proj", "down_proj"),
+    layers=("2-5",),
+    rank_pattern=(("model.layers.4.mlp.down_proj", 2), ("q_proj", 6)),
+    alpha_pattern=(("down_proj", 3.0),),
+)
+
+
+def test_peft_says_ranks_strengths_and_places_as_they_are(tmp_path):
+    arrays = make_arrays(KINDS)
+    folder = write(tmp_path, arrays, lora=KINDS).peft
+    found = read_adapter(folder)
+    assert placements(found.lora, 12) == placements(KINDS, 12)
+    assert found.arrays.keys() == arrays.keys()
+    assert all(np.array_equal(found.arrays[name], array) for name, array in arrays.items())
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    assert config["rank_pattern"] == {"q_proj": 6, "model.layers.4.mlp.down_proj": 2}
+    assert config["alpha_pattern"] == {"down_proj": 3}
+    assert (config["use_rslora"], config["use_dora"]) == (True, True)
+    assert "model.layers.3.self_attn.q_proj" in config["target_modules"]
+
+
+def test_mlx_has_one_rank_and_one_scale_and_the_same_products(tmp_path):
+    arrays = make_arrays(KINDS)
+    found = read_adapter(write(tmp_path, arrays, lora=KINDS).mlx)
+    assert {(p.layer, p.target) for p in placements(found.lora, 12)} == {
+        (p.layer, p.target) for p in placements(KINDS, 12)
+    }
+    for place in placements(KINDS, 12):
+        a, b = f"{place.prefix}.lora_a", f"{place.prefix}.lora_b"
+        product = found.lora.scale * found.arrays[a] @ found.arrays[b]
+        assert found.arrays[a].shape[1] == 6
+        np.testing.assert_allclose(product, place.scale * arrays[a] @ arrays[b], atol=1e-4)
+
+
+def test_a_known_model_tells_its_first_layers_from_all(tmp_path):
+    lora = LoraConfig(rank=2, targets=("k_proj",))
+    folder = write(tmp_path, make_arrays(lora, num_layers=4), lora=lora, num_layers=4).peft
+    assert read_adapter(folder).lora.layers == ("all",)
+    assert read_adapter(folder, num_layers=4).lora.layers == ("all",)
+    assert read_adapter(folder, num_layers=12).lora.layers == ("0-3",)
 
 
 def test_peft_files_are_transposed_and_complete(tmp_path):
@@ -157,15 +208,7 @@ def test_a_format_that_loses_something_is_caught_and_the_old_folder_stays(tmp_pa
     monkeypatch.setattr(
         adapters,
         "PEFT",
-        adapters.Format(
-            name="peft",
-            weights_file=PEFT.weights_file,
-            metadata=PEFT.metadata,
-            to_arrays=forgets_to_transpose,
-            to_config=PEFT.to_config,
-            from_arrays=PEFT.from_arrays,
-            from_config=PEFT.from_config,
-        ),
+        replace(PEFT, to_arrays=forgets_to_transpose),
     )
     with pytest.raises(NumericsError, match=r"differs in .*layers\.0\.self_attn\.q_proj\.lora_a"):
         write(tmp_path, make_arrays(seed=2))
@@ -208,12 +251,15 @@ def test_rank_stabilised_adapters_keep_their_strength(tmp_path):
 @pytest.mark.parametrize(
     ("form", "changes", "message"),
     [
-        ("peft", {"use_dora": True}, "'use_dora' cannot be read"),
+        ("peft", {"use_dora": True}, "has no dora_m beside it"),
+        ("peft", {"init_lora_weights": "pissa_niter_4"}, "belong to a changed base"),
+        ("peft", {"rank_pattern": {"(a+)+$": 3}}, "only names of projections"),
+        ("peft", {"rank_pattern": {"layers.3.self_attn.k_proj": 2}}, "config says rank 2"),
         ("peft", {"modules_to_save": ["lm_head"]}, "'modules_to_save' cannot be read"),
-        ("peft", {"alpha_pattern": {"q_proj": 3}}, "'alpha_pattern' cannot be read"),
         ("peft", {"r": 4}, "its config says rank 4"),
         ("peft", {"lora_alpha": "16"}, "'lora_alpha' must be a number"),
-        ("mlx", {"fine_tune_type": "dora"}, "fine_tune_type 'dora' cannot be read"),
+        ("mlx", {"fine_tune_type": "dora"}, "has no dora_m beside it"),
+        ("mlx", {"fine_tune_type": "full"}, "fine_tune_type 'full' cannot be read"),
         ("mlx", {"lora_parameters": {"rank": 3}}, "'scale' must be a number"),
     ],
 )

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from exo_train.config import ALL_TARGETS, LoraConfig
 from exo_train.export.adapters import AdapterPaths, write_adapters
+from exo_train.lora_config import LoraConfig, placements
 from tests.tiny_models import make_tiny_model
 
 TOKENS = [[5, 17, 88, 40, 9, 250, 3]]
@@ -24,25 +24,31 @@ def make_adapter(weights, lora: LoraConfig):
     """Draw an adapter that moves the logits visibly, shaped after the model's own matrices."""
     rng = np.random.default_rng(3)
     arrays = {}
-    for name, weight in weights.items():
-        target = name.split(".")[-2]
-        if ".layers." in name and target in lora.targets:
-            outputs, inputs = weight.shape
-            prefix = name.removesuffix(".weight")
-            arrays[f"{prefix}.lora_a"] = rng.normal(0, 0.2, (inputs, lora.rank)).astype(np.float32)
-            arrays[f"{prefix}.lora_b"] = rng.normal(0, 0.2, (lora.rank, outputs)).astype(np.float32)
+    for place in placements(lora, NUM_LAYERS):
+        outputs, inputs = weights[f"{place.prefix}.weight"].shape
+        for name, value in (
+            ("lora_a", rng.normal(0, 0.2, (inputs, place.rank))),
+            ("lora_b", rng.normal(0, 0.2, (place.rank, outputs))),
+        ):
+            arrays[f"{place.prefix}.{name}"] = value.astype(np.float32)
+        if lora.dora:
+            magnitudes = rng.uniform(0.1, 0.3, outputs)
+            arrays[f"{place.prefix}.dora_m"] = magnitudes.astype(np.float32)
     return arrays
 
 
-def merge(model, merged, arrays, scale: float) -> None:
-    """Copy the model with W + scale (A B)ᵀ, in NumPy."""
+def merge(model, merged, arrays, lora: LoraConfig) -> None:
+    """Copy the model with W + scale (A B)ᵀ, in NumPy; the strength is written out once more."""
     shutil.copytree(model, merged)
     weights = load_file(model / "model.safetensors")
-    for name in list(arrays):
-        if name.endswith(".lora_a"):
-            key = name.replace(".lora_a", ".weight")
-            delta = arrays[name] @ arrays[name.replace(".lora_a", ".lora_b")]
-            weights[key] = weights[key] + np.float32(scale) * delta.T
+    for place in placements(lora, NUM_LAYERS):
+        key = f"{place.prefix}.weight"
+        scale = place.alpha / (place.rank**0.5 if lora.rslora else place.rank)
+        delta = arrays[f"{place.prefix}.lora_a"] @ arrays[f"{place.prefix}.lora_b"]
+        weights[key] = weights[key] + np.float32(scale) * delta.T
+        if lora.dora:
+            lengths = np.linalg.norm(weights[key], axis=1)
+            weights[key] *= (arrays[f"{place.prefix}.dora_m"] / lengths)[:, None]
     save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -52,17 +58,37 @@ CASES = {
         {"head_dim": 24, "tied": False},
         LoraConfig(rank=3, alpha=5.0, dropout=0.2, targets=("k_proj", "down_proj")),
     ),
+    "rank-stabilised, lower layers": (
+        {"tied": False},
+        LoraConfig(rank=4, alpha=6.0, rslora=True, layers=("0-1",)),
+    ),
+    "dora in the last layer, with biases": (
+        {"extra_config": {"attention_bias": True, "mlp_bias": True}},
+        LoraConfig(rank=4, alpha=6.0, dora=True, layers=("last:1",)),
+    ),
+    "each projection its own": (
+        {},
+        LoraConfig(
+            rank=4,
+            alpha=10.0,
+            rslora=True,
+            dora=True,
+            targets=("model.layers.0.self_attn.q_proj", "down_proj"),
+            layers=("0", "2"),
+            rank_pattern=(("q_proj", 6), ("model.layers.2.mlp.down_proj", 2)),
+            alpha_pattern=(("down_proj", 16.0),),
+        ),
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=CASES, ids=CASES)
 def case(request, tmp_path_factory):
     shape, lora = CASES[request.param]
-    assert set(lora.targets) <= set(ALL_TARGETS)
     folder = tmp_path_factory.mktemp("case")
     model = make_tiny_model(folder / "model", num_layers=NUM_LAYERS, **shape)
     arrays = make_adapter(load_file(model / "model.safetensors"), lora)
-    merge(model, folder / "merged", arrays, lora.alpha / lora.rank)
+    merge(model, folder / "merged", arrays, lora)
     paths = write_adapters(
         folder / "adapters",
         arrays,

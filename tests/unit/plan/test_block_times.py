@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from exo_train.config import LoraConfig
 from exo_train.errors import ProtocolError
+from exo_train.lora_config import LoraConfig
 from exo_train.plan.block_times import (
     MAX_REQUEST_CHARS,
     BlockMemory,
@@ -88,7 +88,9 @@ def test_noise_is_refused(document: str) -> None:
 def test_an_unknown_projection_is_refused() -> None:
     content = json.loads(REQUEST.to_json())
     content["lora"]["targets"] = ["q_proj", "z_proj"]
-    with pytest.raises(ProtocolError, match=r"targets\[1\]"):
+    with pytest.raises(
+        ProtocolError, match=r"there\.lora: 'targets': no projection is called 'z_proj'"
+    ):
         ProfileRequest.from_json(json.dumps(content), place="there")
 
 

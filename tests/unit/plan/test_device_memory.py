@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from exo_train.config import ALL_TARGETS
+from exo_train.lora_config import LoraConfig
 from exo_train.plan.block_times import BlockMemory
 from exo_train.plan.device_memory import (
     CUDA_CONTEXT_BYTES,
@@ -43,12 +43,14 @@ SHAPE = ModelShape(
 )
 
 
+LORA = LoraConfig(rank=8)
+
+
 def costs(backend: str, device: str, *, process_bytes: int = 0, **changed: Any) -> StageCosts:
     options: dict[str, Any] = {
         "value_bytes": 4,
         "wire_bytes": 4,
-        "lora_rank": 8,
-        "targets": ALL_TARGETS,
+        "lora": LORA,
         "microbatch_size": 1,
         "sequence": TOKENS,
         "checkpoint_activations": False,
@@ -60,8 +62,7 @@ def costs(backend: str, device: str, *, process_bytes: int = 0, **changed: Any) 
 def formula(*, checkpoint: bool = False, value_bytes: int = 4) -> tuple[LayerCost, ...]:
     return pseudo_layer_costs(
         SHAPE,
-        lora_rank=8,
-        targets=ALL_TARGETS,
+        lora=LORA,
         microbatch_tokens=TOKENS,
         activation_bytes=value_bytes,
         checkpoint_activations=checkpoint,
@@ -126,11 +127,7 @@ def test_mlx_needs_its_layers_values_and_scores_once_and_none_in_flight(checkpoi
 )
 def test_copies_lie_in_the_computers_memory_which_is_not_a_cards(backend: str, device: str) -> None:
     plain, kept = costs(backend, device), costs(backend, device, copies=Copies(own=2, neighbours=2))
-    copies_bytes = (
-        0
-        if device == "cuda:0"
-        else 4 * 12 * adapter_params(SHAPE, lora_rank=8, targets=ALL_TARGETS)
-    )
+    copies_bytes = 0 if device == "cuda:0" else 4 * 12 * adapter_params(SHAPE, LORA)
     assert kept.layer.static_bytes - plain.layer.static_bytes == copies_bytes
     assert kept.layer.copies_bytes == copies_bytes
     assert kept.layer.computing_bytes == plain.layer.computing_bytes
@@ -186,8 +183,7 @@ def test_scores_of_several_sequences_grow_with_their_number_and_not_its_square()
     growth_bytes = four.layer.static_bytes - one.layer.static_bytes
     layer = pseudo_layer_costs(
         SHAPE,
-        lora_rank=8,
-        targets=ALL_TARGETS,
+        lora=LORA,
         microbatch_tokens=TOKENS,
         activation_bytes=4,
         checkpoint_activations=False,

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from exo_train.config import ALL_TARGETS, TrainConfig
+from exo_train.config import TrainConfig
+from exo_train.lora_config import LoraConfig
 from exo_train.plan.chains import stage_bytes
 from exo_train.plan.memory import activation_bytes_per_token
 from exo_train.plan.memory_kinds import memory_by_kind
@@ -35,9 +36,7 @@ def test_a_recomputed_layer_counts_where_it_is_larger():
     last = StageSpec(start=30, end=32, embedding=False, head=True)
     kinds = memory_by_kind(workload.stage_costs, last, in_flight=1)
     gradients = 3 * 4 * 2048 * 14336 * 2
-    activations = activation_bytes_per_token(
-        LLAMA_8B, lora_rank=16, targets=ALL_TARGETS, activation_bytes=2
-    )
+    activations = activation_bytes_per_token(LLAMA_8B, lora=LoraConfig(rank=16), activation_bytes=2)
     assert kinds.workspace_bytes == gradients + 4 * 2048 * activations
     assert kinds.logits_bytes == 0
 

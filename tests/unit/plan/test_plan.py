@@ -7,8 +7,9 @@ import json
 
 import pytest
 
-from exo_train.config import LoraConfig, OptimizerConfig
+from exo_train.config import OptimizerConfig
 from exo_train.errors import ProtocolError
+from exo_train.lora_config import LoraConfig
 from exo_train.peer import Address, NodeId
 from exo_train.plan.plan import Plan, RankPlan
 from exo_train.plan.stages import StageSpec
@@ -160,8 +161,8 @@ def changed(path: str, value: object) -> str:
         ("ranks", [], "plan has no ranks"),
         ("ranks", {}, "a list of at most 256 items"),
         ("ranks.0", 5, "plan.ranks[0] must be an object, got 5"),
-        ("lora.targets", ["q_proj", "q_proj"], "distinct"),
-        ("lora.targets", ["lm_head"], "must be one of q_proj"),
+        ("lora.targets", ["q_proj", "q_proj"], "names a projection twice"),
+        ("lora.targets", ["lm_head"], "no projection is called 'lm_head'; known: q_proj"),
         ("lora.rank", 0, "plan.lora.rank"),
         ("lora.alpha", 0, "plan.lora.alpha must be a finite number"),
         ("optimizer.beta1", 1.0, "plan.optimizer.beta1"),

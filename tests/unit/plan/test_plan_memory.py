@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from exo_train.config import ALL_TARGETS, OptimizerConfig
+from exo_train.config import OptimizerConfig
+from exo_train.lora_config import ALL_TARGETS, LoraConfig
 from exo_train.plan.memory import (
     DENSE_BLOCK_VALUES,
     LOGITS_CHUNK_TOKENS,
@@ -42,10 +43,12 @@ SMALL = ModelShape(
 )
 
 
+LORA, NO_ADAPTER = LoraConfig(rank=16), LoraConfig(rank=0)
+
+
 def costs(shape=LLAMA_8B, **changes):
     options = {
-        "lora_rank": 16,
-        "targets": ALL_TARGETS,
+        "lora": LORA,
         "microbatch_tokens": 512,
         "activation_bytes": 2,
         "checkpoint_activations": False,
@@ -55,12 +58,12 @@ def costs(shape=LLAMA_8B, **changes):
 
 def test_parameters_are_llama_8b():
     assert decoder_params(LLAMA_8B) == 218_112_000  # as counted in transformers
-    untrained = costs(lora_rank=0)
+    untrained = costs(lora=NO_ADAPTER)
     assert sum(cost.static_bytes for cost in untrained) == 2 * 8_030_261_248
 
 
 def test_adapter_of_llama_8b_is_42_million_values():
-    assert 32 * adapter_params(LLAMA_8B, lora_rank=16, targets=ALL_TARGETS) == 41_943_040
+    assert 32 * adapter_params(LLAMA_8B, LORA) == 41_943_040
 
 
 @pytest.mark.parametrize(
@@ -74,10 +77,10 @@ def test_adapter_of_llama_8b_is_42_million_values():
     ids=str,
 )
 def test_a_trained_value_has_its_gradient_and_what_the_optimizer_keeps(optimizer, bytes_per_value):
-    plain, trained = costs(lora_rank=0)[1], costs(lora_rank=16, optimizer=optimizer)[1]
-    num_values = adapter_params(LLAMA_8B, lora_rank=16, targets=ALL_TARGETS)
+    plain, trained = costs(lora=NO_ADAPTER)[1], costs(optimizer=optimizer)[1]
+    num_values = adapter_params(LLAMA_8B, LORA)
     assert trained.adapter_bytes == pytest.approx(bytes_per_value * num_values, rel=0.01)
-    kept = costs(lora_rank=16, optimizer=optimizer, copies=Copies(own=1, neighbours=0))[1]
+    kept = costs(optimizer=optimizer, copies=Copies(own=1, neighbours=0))[1]
     assert kept.copies_bytes == trained.adapter_bytes - 4 * num_values
     assert trained.static_bytes - plain.static_bytes == trained.adapter_bytes
 
@@ -94,7 +97,7 @@ def test_a_trained_value_has_its_gradient_and_what_the_optimizer_keeps(optimizer
 def test_activations_equal_the_measured_layer(activation_bytes, targets, measured):
     """Bytes per token of a decoder layer in the PyTorch stage, rank 8 (see the docstring)."""
     found = activation_bytes_per_token(
-        SMALL, lora_rank=8, targets=targets, activation_bytes=activation_bytes
+        SMALL, lora=LoraConfig(rank=8, targets=targets), activation_bytes=activation_bytes
     )
     assert found == measured
 
@@ -123,10 +126,10 @@ QUANTISED_8B = dataclasses.replace(LLAMA_8B, layer_weights=FOUR_BITS)
 
 
 def test_packed_layers_take_codes_and_the_numbers_of_their_groups():
-    embedding, layer, *_, head = costs(QUANTISED_8B, lora_rank=0)
+    embedding, layer, *_, head = costs(QUANTISED_8B, lora=NO_ADAPTER)
     assert embedding.static_bytes == 128256 * 4096 * 2
     assert layer.static_bytes == (218_112_000 - 8192) * 4.5 / 8 + 8192 * 2
-    in_fp32 = costs(QUANTISED_8B, lora_rank=0, activation_bytes=4)[1]
+    in_fp32 = costs(QUANTISED_8B, lora=NO_ADAPTER, activation_bytes=4)[1]
     assert in_fp32.static_bytes == (218_112_000 - 8192) * 5 / 8 + 8192 * 4
     assert head.static_bytes == 128256 * 4096 * 2 + 8192
 
@@ -160,7 +163,7 @@ def test_peak_is_what_torchtune_measured(shape):
     """10 % and 15 % above; it trains adapters in bf16, and compiles."""
     found = costs(
         shape,
-        lora_rank=8,
+        lora=LoraConfig(rank=8),
         microbatch_tokens=2 * 2048,
         checkpoint_activations=True,
     )
@@ -170,7 +173,7 @@ def test_peak_is_what_torchtune_measured(shape):
 
 
 def test_adapters_are_told_from_frozen_weights():
-    with_adapters, without = costs()[1], costs(lora_rank=0)[1]
+    with_adapters, without = costs()[1], costs(lora=NO_ADAPTER)[1]
     assert with_adapters.adapter_bytes == with_adapters.static_bytes - without.static_bytes
     assert with_adapters.adapter_bytes == 16 * 41_943_040 // 32
     assert without.adapter_bytes == costs()[-1].adapter_bytes == 0

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from exo_train.config import LoraConfig, OptimizerConfig, TrainConfig
+from exo_train.config import OptimizerConfig, TrainConfig
+from exo_train.lora_config import LoraConfig
 from exo_train.peer import NodeId
 from exo_train.plan.plan import Plan, RankPlan
 from exo_train.plan.stages import StageSpec

@@ -12,12 +12,12 @@ from told_ranks import Body, ToldRank, to_id
 
 from exo_train.agent.planning import make_plan
 from exo_train.backends.base import Arrays
+from exo_train.backends.lora import is_adapter
 from exo_train.errors import ConfigError, ProtocolError
 from exo_train.models.manifest import ModelManifest
 from exo_train.plan.history import Holding, StepId
 from exo_train.plan.plan import Plan
 from exo_train.train import conversation
-from exo_train.train.collecting import is_adapter
 from exo_train.train.conversation import LostRankError
 from exo_train.train.messages import to_state_arrays
 from exo_train.train.ring import MAX_HOLDINGS, Ring
