@@ -211,7 +211,6 @@ _TABLE: tuple[Rule, ...] = (
         read=_rate_curve,
         about="`constant_with_warmup` is `constant`",
     ),
-    Refused(names=("warmup_ratio",), instead="say 'warmup_steps', a number of updates"),
     Renamed(names=("warmup",), option="warmup_steps"),
     Renamed(names=("lora_r", "lora_rank", "lora_parameters.rank"), option="rank"),
     Renamed(names=("lora_alpha", "lora_parameters.alpha"), option="alpha"),

@@ -25,7 +25,8 @@ from exo_train.lora_config import (
 from exo_train.options import check_ranges, nearest, option, options_of, read_values
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
-LR_SCHEDULES = ("cosine", "constant")
+OPTIMIZERS = ("adamw", "adafactor", "sgd")
+LR_SCHEDULES = ("cosine", "linear", "constant")
 QUANTIZE_BITS = (0, 4, 8)
 BASE_WEIGHTS = ("auto", "packed", "dense")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
@@ -39,12 +40,28 @@ ON_LONG = ("truncate", "drop", "split", "error")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) with bias correction."""
+    """Which rule moves the adapter; each uses its own of these numbers.
 
+    `beta1`, `beta2` and `epsilon` are AdamW's, `momentum` is SGD's.
+    """
+
+    name: str = "adamw"
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
+    momentum: float = 0.9
     weight_decay: float = 0.0
+    lora_plus_ratio: float = 1.0
+
+    def slots(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Name what the optimizer keeps of an adapter array of `shape`, with the shapes."""
+        if self.name == "sgd":
+            return {"momentum": shape} if self.momentum else {}
+        if self.name == "adafactor" and len(shape) == 2:
+            return {"exp_avg_sq_row": shape[:1], "exp_avg_sq_col": shape[1:]}
+        if self.name == "adafactor":
+            return {"exp_avg_sq": shape}
+        return {"exp_avg": shape, "exp_avg_sq": shape}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +151,19 @@ class TrainConfig:
         "cosine", "how the rate falls after warm-up", group=RATE, choices=LR_SCHEDULES
     )
     warmup_steps: int = option(0, "Updates of linear warm-up", group=RATE, minimum=0)
+    warmup_ratio: float = option(
+        0.0,
+        "Share of all updates to warm up in, where --warmup-steps is 0",
+        group=RATE,
+        minimum=0,
+        maximum=1,
+    )
     min_lr_ratio: float = option(
-        0.0, "Last update's rate over the peak", group=RATE, minimum=0, maximum=1
+        0.0,
+        "Last update's rate over the peak, cosine and linear",
+        group=RATE,
+        minimum=0,
+        maximum=1,
     )
     rank: int = option(8, "LoRA rank", group=ADAPTER, minimum=1)
     alpha: float = option(16.0, "LoRA alpha; scale is alpha/rank", group=ADAPTER, above=0)
@@ -177,7 +205,29 @@ class TrainConfig:
         "targets and layers",
         group=ADAPTER,
     )
-    weight_decay: float = option(0.0, "AdamW's", group=RATE, minimum=0)
+    optimizer: str = option(
+        "adamw", "the rule that moves the adapter", group=RATE, choices=OPTIMIZERS
+    )
+    weight_decay: float = option(
+        0.0, "Share of a value taken off per update, times the rate", group=RATE, minimum=0
+    )
+    adam_beta1: float = option(0.9, "AdamW's", group=RATE, minimum=0, below=1)
+    adam_beta2: float = option(0.999, "AdamW's", group=RATE, minimum=0, below=1)
+    adam_epsilon: float = option(1e-8, "AdamW's", group=RATE, above=0)
+    momentum: float = option(0.9, "SGD's; 0: none", group=RATE, minimum=0, below=1)
+    lora_plus_ratio: float = option(
+        1.0, "Rate of LoRA's B over that of A (LoRA+)", group=RATE, above=0
+    )
+    neftune_alpha: float = option(
+        0.0, "Noise on the embeddings in training (NEFTune); 5 is usual", group=RATE, minimum=0
+    )
+    label_smoothing: float = option(
+        0.0,
+        "Share of each target spread over the vocabulary, in training's loss",
+        group=RATE,
+        minimum=0,
+        below=1,
+    )
     max_grad_norm: float = option(
         1.0, "Global clipping over all devices; 0: none", group=RATE, minimum=0
     )
@@ -221,6 +271,18 @@ class TrainConfig:
         group=CHECKS,
         minimum=0,
         shows_default=False,
+    )
+    early_stop: int = option(
+        0,
+        "Evaluations without a better held-out loss that end the run; 0: none",
+        group=CHECKS,
+        minimum=0,
+    )
+    stop_loss: float = option(
+        3.0,
+        "End with exit 5 when losses stay above so many times the first; 0: never",
+        group=SAFETY,
+        minimum=0,
     )
     save_every: int = option(
         20, "Steps between checkpoints; 0: at the end", group=SAFETY, minimum=0
@@ -292,8 +354,16 @@ class TrainConfig:
         )
 
     @property
-    def optimizer(self) -> OptimizerConfig:
-        return OptimizerConfig(weight_decay=self.weight_decay)
+    def optimizer_rule(self) -> OptimizerConfig:
+        return OptimizerConfig(
+            name=self.optimizer,
+            beta1=self.adam_beta1,
+            beta2=self.adam_beta2,
+            epsilon=self.adam_epsilon,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            lora_plus_ratio=self.lora_plus_ratio,
+        )
 
     @property
     def encoding(self) -> EncodingConfig:

@@ -52,13 +52,14 @@ from exo_train.train.checkpoint import Checkpoint, checkpoint_steps, expected_ch
 from exo_train.train.data_sources import absolute
 from exo_train.train.disk_pause import DiskPause
 from exo_train.train.kept_rows import write_rows
-from exo_train.train.learning_rate import learning_rate_at
+from exo_train.train.learning_rate import Schedule
 from exo_train.train.loop import Data, Trainer
 from exo_train.train.ring import Ring
 from exo_train.train.rundir import RunDir, Summary, check_free
 from exo_train.train.saving import Saver, SaveTimer, check_space
 from exo_train.train.state_copies import layout_bytes, state_layout
 from exo_train.train.step_shapes import steps_of
+from exo_train.train.stopping import check_early_stop
 from exo_train.train.templates import KNOWN_TEMPLATES, read_template
 from exo_train.train.watcher import Watcher
 
@@ -205,6 +206,7 @@ def _train_on(
         data,
         directory,
         num_steps=_num_steps(config, data),
+        vocab_size=model.manifest.spec.vocab_size,
         identity=state,
         watcher=carrying_metrics(watcher, ring),
         saver=Saver(
@@ -261,17 +263,8 @@ def _beginning(
     checkpoint: Checkpoint | None,
 ) -> Beginning:
     num_steps = _num_steps(config, data)
-    rates = [
-        learning_rate_at(
-            update,
-            total_updates=num_steps,
-            peak=config.learning_rate,
-            schedule=config.lr_schedule,
-            warmup_steps=config.warmup_steps,
-            min_ratio=config.min_lr_ratio,
-        )
-        for update in range(num_steps)
-    ]
+    schedule = Schedule.of(config, num_steps)
+    rates = [schedule.rate(update) for update in range(num_steps)]
     return beginning_of(
         config,
         model.manifest.spec,
@@ -285,7 +278,7 @@ def _beginning(
 def num_to_make_room_for(config: TrainConfig, *, steps_left: int, num_there: int) -> int:
     """Give how many checkpoints more will lie there at once than do now."""
     at_once = config.keep + 2  # the newest, the best, and one that is being written
-    if config.save_minutes:
+    if config.save_minutes or config.early_stop:
         num_saves = steps_left  # at most
     else:  # the last step is always saved
         num_saves = math.ceil(steps_left / config.save_every) if config.save_every else 1
@@ -301,14 +294,13 @@ def _check_space(
 ) -> None:
     spec = model.manifest.spec
     whole = StageSpec(start=0, end=spec.num_layers, embedding=True, head=True)
-    layout = state_layout(spec, config.lora, whole)
+    layout = state_layout(spec, config.lora, config.optimizer_rule, whole)
     steps_left = _num_steps(config, data) - (checkpoint.step if checkpoint else 0)
     num_there = len(checkpoint_steps(run_dir))
     check_space(
         run_dir,
         checkpoint_bytes=expected_checkpoint_bytes(
-            num_trainable=layout_bytes(layout) // 12,  # with two moments, in fp32
-            num_arrays=len(layout) // 3,
+            array_bytes=layout_bytes(layout), num_arrays=len(layout)
         ),
         num_checkpoints=num_to_make_room_for(config, steps_left=steps_left, num_there=num_there),
     )
@@ -324,6 +316,16 @@ def _identity(model: OpenedModel, data: Data, config: TrainConfig) -> dict[str, 
 
 
 def _read(
+    home: Home, config: TrainConfig, narrator: Narrator, resume: Path | None
+) -> tuple[OpenedModel, Data]:
+    """Give model and rows; refuses options that do not go with so many rows."""
+    model, data = _opened(home, config, narrator, resume)
+    Schedule.of(config, _num_steps(config, data))
+    check_early_stop(config, num_held_out=len(data.held_out))
+    return model, data
+
+
+def _opened(
     home: Home, config: TrainConfig, narrator: Narrator, resume: Path | None
 ) -> tuple[OpenedModel, Data]:
     """Rows first: what is wrong with them shows in seconds."""

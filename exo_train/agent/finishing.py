@@ -14,11 +14,12 @@ from exo_train.agent.run_template import save_tokenizer
 from exo_train.errors import ExoTrainError, InterruptedRunError, NumericsError, TakenOverError
 from exo_train.export.adapters import AdapterPaths, write_adapters
 from exo_train.shell import command_line
-from exo_train.train.checkpoint import newest_checkpoint
+from exo_train.train.checkpoint import Checkpoint, checkpoint_of, newest_checkpoint
 from exo_train.train.durable import require_free_bytes
 from exo_train.train.progress import Progress
 from exo_train.train.ring import Ring
 from exo_train.train.rundir import DeviceSummary, RunDir, Summary, relative_to_run
+from exo_train.train.stopping import best_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,12 @@ class Finish:
             raise
 
     def leave(self, status: str) -> Summary:
-        adapters = self._write_adapters()
         progress = self.progress
+        best = best_of(progress.held_out_losses)
+        # Step 0 has no adapter of this run's.
+        wants_best = bool(progress.ended_early and best and best[0])
+        checkpoint = self._checkpoint(best[0] if best and wants_best else None)
+        adapters = self._write_adapters(checkpoint)
         losses, held_out = progress.train_losses, progress.held_out_losses
         relative = {
             kind: relative_to_run(getattr(adapters, kind), self.run_dir.path) if adapters else None
@@ -58,7 +63,7 @@ class Finish:
         summary = Summary(
             status=status,
             steps=progress.step,
-            saved_step=progress.saved_step,
+            saved_step=checkpoint.step if checkpoint else progress.saved_step,
             loss_first=losses[0][1] if losses else None,
             loss_last=losses[-1][1] if losses else None,
             eval_loss_before=held_out[0][1] if held_out else None,
@@ -70,6 +75,9 @@ class Finish:
             mlx_adapter=relative["mlx"],
             prediction=progress.reckoning.compared(),
             interruptions=tuple(progress.interruptions),
+            best_step=best[0] if best else None,
+            best_eval_loss=best[1] if best else None,
+            ended_early=progress.ended_early or None,
         )
         self.run_dir.write_summary(summary)
         if losses:
@@ -99,9 +107,13 @@ class Finish:
             said += f"; go on with: {command_line('exo-train', 'train', '--resume', path)}"
         return said + trouble
 
-    def _write_adapters(self) -> AdapterPaths | None:
-        """Write the newest checkpoint's adapter in both formats, with the tokenizer beside it."""
-        checkpoint = newest_checkpoint(self.run_dir.path)
+    def _checkpoint(self, best_step: int | None) -> Checkpoint | None:
+        """Give the best checkpoint where that is wanted and there, else the newest one."""
+        best = None if best_step is None else checkpoint_of(self.run_dir.path, best_step)
+        return best or newest_checkpoint(self.run_dir.path)
+
+    def _write_adapters(self, checkpoint: Checkpoint | None) -> AdapterPaths | None:
+        """Write a checkpoint's adapter in both formats, with the tokenizer beside it."""
         if checkpoint is None or not checkpoint.optimizer["step"]:
             return None
         plan = self.ring.plan

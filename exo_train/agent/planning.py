@@ -201,10 +201,12 @@ def plan_of(
         max_seq_length=config.max_seq_length,
         wire_dtype=wire_dtype(dtypes, config.wire_dtype),
         lora=config.lora,
-        optimizer=config.optimizer,
+        optimizer=config.optimizer_rule,
         seed=config.seed,
         checkpoint_activations=config.checkpoint_activations,
         adapter_init=adapter_init,
+        neftune_alpha=config.neftune_alpha,
+        label_smoothing=config.label_smoothing,
         quantize=config.quantize,
     )
 
@@ -324,6 +326,7 @@ def _assign(
         checkpoint_activations=config.checkpoint_activations,
         masked=config.packing,
         copies=run_copies(config),
+        optimizer=config.optimizer_rule,
     )
     depth = one_f_one_b_depth if config.pipeline_schedule == "1f1b" else gpipe_depth
     budgets = [

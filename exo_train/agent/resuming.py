@@ -20,12 +20,12 @@ from exo_train.train.kept_rows import read_rows
 from exo_train.train.loop import Data
 from exo_train.train.rundir import PLAN_FILE, SUMMARY_FILE, RunDir
 
-# What may differ when a run is resumed: where it runs, not what it computes. Of model and data
-# the contents are compared.
+# What may differ when a run is resumed: where it runs and when it ends, not what it computes. Of
+# model and data the contents are compared.
 RESUME_MAY_CHANGE = (
     "model", "data", "devices", "min_devices", "device_wait_s", "layers", "profile_s",
     "save_every", "save_minutes", "keep", "shadow", "takeover", "step_timeout_s",
-    "report_to", "base_weights",
+    "early_stop", "stop_loss", "report_to", "base_weights",
 )  # fmt: skip
 # A template is kept with the run; what it makes of the rows is compared with the data. An adapter
 # that a run started from is its step 0.
@@ -79,7 +79,8 @@ def check_unfinished(run: Path) -> None:
     except (OSError, ValueError):
         return
     if isinstance(summary, dict) and summary.get("status") == "done":
-        raise ConfigError(f"{run} is finished: all its {summary.get('steps')} steps are done")
+        said = summary.get("ended_early") or f"all its {summary.get('steps')} steps are done"
+        raise ConfigError(f"{run} is finished: {said}")
 
 
 def newest(

@@ -93,7 +93,7 @@ def first_checkpoint(
         )
     check_fits(adapter, config, spec)
     whole = StageSpec(start=0, end=spec.num_layers, embedding=True, head=True)
-    layout = state_layout(spec, config.lora, whole)
+    layout = state_layout(spec, config.lora, config.optimizer_rule, whole)
     path = save_checkpoint(
         run_dir,
         step=0,

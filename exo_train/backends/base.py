@@ -34,6 +34,7 @@ class MicrobatchInput:
     split and microbatch size: with step, layer and target it decides the dropout mask.
     `row_starts` is empty where each sequence is one row; else it has each row's first position,
     counted through all sequences (sequence * T + position), and rows do not see each other.
+    `row_lengths` are the rows' positions without pads, on the stage with the embedding.
     """
 
     index: int
@@ -43,6 +44,7 @@ class MicrobatchInput:
     mask_BT: np.ndarray | None = None
     row_keys: tuple[int, ...] = ()
     row_starts: tuple[int, ...] = ()
+    row_lengths: tuple[int, ...] = ()
 
     def supervision(self) -> tuple[np.ndarray, np.ndarray]:
         """Give targets and mask, which the stage with the head is always sent."""
@@ -60,7 +62,7 @@ class Stage(Protocol):
     """One rank's layers with adapter, gradients, optimizer state and stashed activations.
 
     Not thread-safe: one thread drives it. All of it may raise DoesNotFitError; the forward or
-    backward that does has dropped what was stashed, and changed neither adapter nor moments.
+    backward that does has dropped what was stashed, and changed neither adapter nor optimizer.
     Adapter arrays are float32 and named
     `model.layers.<global index>.<module path>.lora_a` (in, rank) and `.lora_b` (rank, out).
     """
@@ -85,7 +87,7 @@ class Stage(Protocol):
         ...
 
     def loss_sum(self) -> float:
-        """Summed cross-entropy (nats, not scaled) of this step's microbatches; 0.0 without head."""
+        """Summed loss (nats, not scaled) of this step's microbatches; 0.0 without head."""
         ...
 
     def grad_square_sum(self) -> float:
@@ -109,7 +111,7 @@ class Stage(Protocol):
         ...
 
     def apply(self, *, learning_rate: float, grad_scale: float) -> None:
-        """Multiply gradients by `grad_scale` (clipping) and take one AdamW step."""
+        """Multiply gradients by `grad_scale` (clipping) and take one update of the optimizer."""
         ...
 
     def adapter(self) -> Arrays: ...
@@ -119,7 +121,7 @@ class Stage(Protocol):
     def load_adapter(self, arrays: Mapping[str, np.ndarray]) -> None: ...
 
     def optimizer_state(self) -> Arrays:
-        """Give first and second moments, `<adapter name>.exp_avg` and `.exp_avg_sq`, and `step`.
+        """Give what the optimizer keeps of each array, `<adapter name>.<slot>`, and `step`.
 
         `step` is an int64 array of shape () with the number of updates taken.
         """
@@ -145,5 +147,7 @@ class StageOptions:
     wire_dtype: DType
     checkpoint_activations: bool = False
     adapter_init: str = "zero"
+    neftune_alpha: float = 0.0  # noise on the embeddings in training
+    label_smoothing: float = 0.0  # in training; an evaluation's loss is plain
     quantize: int = 0
     base_weights: str = "packed"

@@ -147,11 +147,6 @@ def adapter_sentence(spec: ModelSpec, lora: LoraConfig) -> str:
     )
 
 
-def moment_names(name: str) -> tuple[str, str]:
-    """Name AdamW's first and second moment of an adapter array."""
-    return f"{name}.exp_avg", f"{name}.exp_avg_sq"
-
-
 def select_arrays(
     given: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]], *, layers: range
 ) -> Arrays:
@@ -176,14 +171,6 @@ def select_arrays(
                 f"the saved '{name}' has no place in this run; add its projection to 'targets'"
             )
     return {name: np.array(given[name], np.float32) for name in expected}
-
-
-def select_moments(
-    given: Mapping[str, np.ndarray], adapter: Mapping[str, tuple[int, ...]], *, layers: range
-) -> Arrays:
-    """Take the moments of this stage's adapter out of an optimizer state."""
-    expected = {moment: shape for name, shape in adapter.items() for moment in moment_names(name)}
-    return select_arrays(given, expected, layers=layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,10 +203,22 @@ class Dropout:
         A row's hash and the position's place in the row: the same wherever the row lies.
         """
         words = (self.seed, self.step, layer, ALL_TARGETS.index(target))
-        hashes = np.array([_hash_words((*words, row)) for row in self.row_keys], np.uint32)
-        row_BT, place_BT = row_places(self.row_starts, shape)
-        stride = np.uint32(features * INDEX_STRIDE & _WORD)
-        return np.asarray(hashes[row_BT] + place_BT.astype(np.uint32) * stride)
+        hashes = row_hashes(words, self.row_keys)
+        return position_words(hashes, self.row_starts, shape=shape, features=features)
+
+
+def row_hashes(words: Sequence[int], row_keys: Sequence[int]) -> np.ndarray:
+    """Hash each row's key after the `words` that say what for; uint32."""
+    return np.array([_hash_words((*words, row)) for row in row_keys], np.uint32)
+
+
+def position_words(
+    hashes: np.ndarray, row_starts: tuple[int, ...], *, shape: tuple[int, ...], features: int
+) -> np.ndarray:
+    """Add to a row's hash the position's place in the row; uint32 (B, T)."""
+    row_BT, place_BT = row_places(row_starts, shape)
+    stride = np.uint32(features * INDEX_STRIDE & _WORD)
+    return np.asarray(hashes[row_BT] + place_BT.astype(np.uint32) * stride)
 
 
 def dropout_of(microbatch: MicrobatchInput, rate: float, *, seed: int, step: int) -> Dropout | None:
@@ -241,13 +240,18 @@ def keep_threshold(rate: float) -> int:
 
 def keep_mask(words_BT: np.ndarray, *, features: int, rate: float) -> np.ndarray:
     """Give the reference mask (True: kept) that both backends must equal bit for bit."""
+    return feature_hashes(words_BT, features=features) < keep_threshold(rate)
+
+
+def feature_hashes(words_BT: np.ndarray, *, features: int) -> np.ndarray:
+    """Give the upper 24 bits of each feature's hash, uint32 (B, T, features)."""
     h = words_BT[..., None] + np.arange(features, dtype=np.uint32) * np.uint32(INDEX_STRIDE)
     h ^= h >> np.uint32(16)
     h *= np.uint32(MIX_1)
     h ^= h >> np.uint32(13)
     h *= np.uint32(MIX_2)
     h ^= h >> np.uint32(16)
-    return np.asarray((h >> np.uint32(32 - THRESHOLD_BITS)) < keep_threshold(rate))
+    return np.asarray(h >> np.uint32(32 - THRESHOLD_BITS))
 
 
 def _hash_words(words: Sequence[int]) -> int:

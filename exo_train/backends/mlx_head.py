@@ -21,27 +21,35 @@ Head = Callable[[mx.array], mx.array]
 
 
 def head_loss(
-    head: Head, hidden_BTD: mx.array, targets_BT: np.ndarray, mask_BT: np.ndarray
+    head: Head,
+    hidden_BTD: mx.array,
+    targets_BT: np.ndarray,
+    mask_BT: np.ndarray,
+    *,
+    label_smoothing: float = 0.0,
 ) -> mx.array:
     """Give the cross-entropy (nats) summed over supervised positions, in float32.
 
-    Needs at least one supervised position.
+    Needs at least one supervised position. Smoothing s makes a target 1 - s of itself and s of all
+    V alike (Szegedy et al. 2015, arXiv:1512.00567, section 7).
     """
     rows_S = np.flatnonzero(mask_BT)
     targets_S = mx.array(targets_BT.reshape(-1)[rows_S])
     hidden_SD = hidden_BTD.flatten(0, 1)[mx.array(rows_S)]
-    loss_and_gradient = _loss_and_gradient(head, targets_S)
+    loss_and_gradient = _loss_and_gradient(head, targets_S, label_smoothing)
     return loss_and_gradient(hidden_SD)[0]
 
 
 def _loss_and_gradient(
-    head: Head, targets_S: mx.array
+    head: Head, targets_S: mx.array, label_smoothing: float
 ) -> Callable[[mx.array], tuple[mx.array, ...]]:
     """Give a function from inputs of the head to the loss and, beside it, its own gradient."""
 
     def chunk_loss(hidden_CD: mx.array, targets_C: mx.array) -> mx.array:
         logits_CV = head(hidden_CD).astype(mx.float32)
-        loss: mx.array = nn.losses.cross_entropy(logits_CV, targets_C, reduction="sum")
+        loss: mx.array = nn.losses.cross_entropy(
+            logits_CV, targets_C, label_smoothing=label_smoothing, reduction="sum"
+        )
         return loss
 
     @mx.custom_function

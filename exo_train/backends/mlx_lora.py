@@ -150,9 +150,14 @@ def _parent_of(model: Any, stage: StageSpec, placement: Placement) -> Any:
 
 def keep_mask(words_BT: np.ndarray, *, features: int, threshold: int) -> mx.array:
     """Give the mask of `lora.keep_mask`."""
+    return feature_hashes(words_BT, features=features) < threshold
+
+
+def feature_hashes(words_BT: np.ndarray, *, features: int) -> mx.array:
+    """Give those of `lora.feature_hashes`."""
     index = mx.arange(features, dtype=mx.uint32) * mx.array(INDEX_STRIDE, mx.uint32)
     h = mx.array(words_BT)[..., None] + index
     h = (h ^ (h >> 16)) * mx.array(MIX_1, mx.uint32)
     h = (h ^ (h >> 13)) * mx.array(MIX_2, mx.uint32)
     h = h ^ (h >> 16)
-    return (h >> (32 - THRESHOLD_BITS)) < threshold
+    return h >> (32 - THRESHOLD_BITS)

@@ -1,4 +1,4 @@
-"""A stage in MLX: forward, backward, AdamW. Owns the adapter, its gradients and moments.
+"""A stage in MLX: forward, backward, update. Owns the adapter and its gradients.
 
 An inner stage keeps only a microbatch's input and runs the layers again for its backward; the
 stage with the head makes its gradients in the forward. Nothing lazy outlives a call. Must not
@@ -18,7 +18,6 @@ from itertools import chain
 from typing import Any
 
 import mlx.core as mx
-import mlx.optimizers
 import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
@@ -26,9 +25,7 @@ from exo_train.backends.base import Arrays, MicrobatchInput, Stage, StageOptions
 from exo_train.backends.lora import (
     dropout_of,
     initial_adapter,
-    moment_names,
     select_arrays,
-    select_moments,
     stage_placements,
 )
 from exo_train.backends.memory import memory_errors_named, peak_process_bytes
@@ -44,6 +41,9 @@ from exo_train.backends.mlx_model import (
     to_host,
     to_mlx,
 )
+from exo_train.backends.mlx_noise import with_noise
+from exo_train.backends.noise import noise_of
+from exo_train.backends.optimizers import Optimizer
 from exo_train.backends.sampling import generate_tokens
 from exo_train.backends.stage_model import input_name, layer_windows
 from exo_train.config import OptimizerConfig
@@ -145,15 +145,10 @@ class MlxStage:
             [name for name in arrays if name.startswith(f"model.layers.{layer}.")]
             for layer in stage.layers
         ]
-        self._optimizer = mlx.optimizers.AdamW(
-            learning_rate=0.0,
-            betas=[optimizer.beta1, optimizer.beta2],
-            eps=optimizer.epsilon,
-            weight_decay=optimizer.weight_decay,
-            bias_correction=True,
+        self._optimizer = Optimizer(
+            optimizer, self._shapes(), xp=mx, from_numpy=lambda a: mx.array(a)
         )
-        self._optimizer.init(self._adapter)
-        mx.eval(self._adapter, self._optimizer.state)
+        mx.eval(self._adapter, self._optimizer.arrays)
         self._stash: dict[int, _Stashed] = {}
         self.begin_step(step=0, loss_scale=1.0)
 
@@ -186,7 +181,8 @@ class MlxStage:
 
         def loss(adapter: Adapter, input_BTD: mx.array) -> mx.array:
             hidden_BTD = self._run(adapter, input_BTD, microbatch)
-            return head_loss(self._head, hidden_BTD, targets_BT, mask_BT)
+            smoothing = self._options.label_smoothing
+            return head_loss(self._head, hidden_BTD, targets_BT, mask_BT, label_smoothing=smoothing)
 
         loss_sum, input_grad = self._pull_back(loss, microbatch, mx.array(self._loss_scale))
         self._loss_sum += float(loss_sum)
@@ -210,7 +206,7 @@ class MlxStage:
 
     def evaluate(self, microbatch: MicrobatchInput) -> HostTensor | float:
         with self._on_device(f"evaluating {microbatch}"):
-            input_BTD = self._input(microbatch)
+            input_BTD = self._input(microbatch, noisy=False)
             output_BTD = self._run(self._adapter, input_BTD, microbatch, drops=False)
             if not self._stage.head:
                 return to_host(output_BTD, self._options.wire_dtype)
@@ -228,7 +224,7 @@ class MlxStage:
 
     def find_bad_activation(self, microbatch: MicrobatchInput, *, evaluation: bool = False) -> str:
         with self._on_device(f"looking for a bad value in {microbatch}"):
-            input_BTD = self._input(microbatch)
+            input_BTD = self._input(microbatch, noisy=not evaluation)
             outputs = self._outputs(self._adapter, input_BTD, microbatch, drops=not evaluation)
             return first_bad_value(
                 chain([(input_name(self._stage, self._options), input_BTD)], outputs)
@@ -241,10 +237,10 @@ class MlxStage:
     def apply(self, *, learning_rate: float, grad_scale: float) -> None:
         with self._on_device("updating its adapter"):
             scaled = {name: value * grad_scale for name, value in self._gradients.items()}
-            self._optimizer.learning_rate = learning_rate
-            self._adapter = self._optimizer.apply_gradients(scaled, self._adapter)
+            updated = self._optimizer.updated(self._adapter, scaled, learning_rate=learning_rate)
+            self._adapter = dict(updated)
             self._gradients = scaled
-            mx.eval(self._adapter, self._gradients, self._optimizer.state)
+            mx.eval(self._adapter, self._gradients, self._optimizer.arrays)
 
     def adapter(self) -> Arrays:
         with self._on_device("giving its adapter"):
@@ -260,21 +256,12 @@ class MlxStage:
             self._adapter = {name: mx.array(chosen[name]) for name in self._adapter}
 
     def optimizer_state(self) -> Arrays:
-        arrays: Arrays = {"step": np.array(self._optimizer.step, np.int64)}
         with self._on_device("giving its optimizer's state"):
-            for name in self._adapter:
-                first, second = moment_names(name)
-                arrays[first] = np.array(self._optimizer.state[name]["m"])
-                arrays[second] = np.array(self._optimizer.state[name]["v"])
-        return arrays
+            return self._optimizer.state(np.array)
 
     def load_optimizer_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        chosen = select_moments(arrays, self._shapes(), layers=self._stage.layers)
         with self._on_device("taking an optimizer's state"):
-            self._optimizer.state["step"] = mx.array(int(arrays["step"]), mx.uint64)
-            for name in self._adapter:
-                first, second = (mx.array(chosen[moment]) for moment in moment_names(name))
-                self._optimizer.state[name] = {"m": first, "v": second}
+            self._optimizer.load(arrays, layers=self._stage.layers)
 
     def peak_memory_bytes(self) -> int:
         """Give the allocator's peak on a GPU, the process' largest resident size on a CPU."""
@@ -317,10 +304,12 @@ class MlxStage:
         embedded_BTD: mx.array = self._model.model.embed_tokens(mx.array(tokens_BT))
         return embedded_BTD
 
-    def _input(self, microbatch: MicrobatchInput) -> mx.array:
+    def _input(self, microbatch: MicrobatchInput, *, noisy: bool = True) -> mx.array:
         if self._stage.embedding:
             assert microbatch.tokens_BT is not None
-            return self._embed(microbatch.tokens_BT)
+            alpha = self._options.neftune_alpha if noisy else 0.0
+            noise = noise_of(microbatch, alpha, seed=self._options.seed, step=self._step)
+            return with_noise(self._embed(microbatch.tokens_BT), noise)
         assert microbatch.hidden_BTD is not None
         return to_mlx(microbatch.hidden_BTD, MLX_DTYPES[self._options.compute_dtype])
 

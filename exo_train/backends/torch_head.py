@@ -36,8 +36,13 @@ def head_loss_and_gradient(
     mask_BT: np.ndarray,
     *,
     loss_scale: float,
+    label_smoothing: float = 0.0,
 ) -> tuple[float, torch.Tensor]:
-    """Give the summed loss, and the gradient of loss * `loss_scale` at `hidden_BTD`."""
+    """Give the summed loss, and the gradient of loss * `loss_scale` at `hidden_BTD`.
+
+    Smoothing s makes a target 1 - s of itself and s of all V alike (Szegedy et al. 2015,
+    arXiv:1512.00567, section 7).
+    """
     loss_sum = 0.0
     hidden_BTD = hidden_BTD.detach()
     grad_BTD = torch.zeros_like(hidden_BTD)
@@ -45,15 +50,19 @@ def head_loss_and_gradient(
     for rows_C, hidden_CD, targets_C in _chunks(hidden_BTD, targets_BT, mask_BT):
         hidden_CD.requires_grad_()
         with torch.enable_grad():
-            loss = _cross_entropy(head, hidden_CD, targets_C)
+            loss = _cross_entropy(head, hidden_CD, targets_C, label_smoothing)
         (grad_CD,) = torch.autograd.grad(loss * loss_scale, hidden_CD)
         grad_ND[rows_C] = grad_CD
         loss_sum += float(loss.detach())
     return loss_sum, grad_BTD
 
 
-def _cross_entropy(head: Head, hidden_CD: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(head(hidden_CD).float(), targets_C, reduction="sum")
+def _cross_entropy(
+    head: Head, hidden_CD: torch.Tensor, targets_C: torch.Tensor, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(
+        head(hidden_CD).float(), targets_C, reduction="sum", label_smoothing=label_smoothing
+    )
 
 
 def _chunks(

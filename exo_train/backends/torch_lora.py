@@ -208,7 +208,12 @@ def _drop(
 def keep_mask(
     words_BT: np.ndarray, *, features: int, threshold: int, device: torch.device
 ) -> torch.Tensor:
-    """Give the mask of `lora.keep_mask`; int32 wraps like uint32, shifts need their mask."""
+    """Give the mask of `lora.keep_mask`."""
+    return feature_hashes(words_BT, features=features, device=device) < threshold
+
+
+def feature_hashes(words_BT: np.ndarray, *, features: int, device: torch.device) -> torch.Tensor:
+    """Give those of `lora.feature_hashes`; int32 wraps like uint32, shifts need their mask."""
     index = torch.arange(features, dtype=torch.int32, device=device)
     words = torch.from_numpy(words_BT.view(np.int32)).to(device)
     h = words[..., None] + index * _signed(INDEX_STRIDE)
@@ -217,7 +222,7 @@ def keep_mask(
     h ^= (h >> 13) & 0x7FFFF
     h *= _signed(MIX_2)
     h ^= (h >> 16) & 0xFFFF
-    return ((h >> (32 - THRESHOLD_BITS)) & ((1 << THRESHOLD_BITS) - 1)) < threshold
+    return (h >> (32 - THRESHOLD_BITS)) & ((1 << THRESHOLD_BITS) - 1)
 
 
 def _signed(word: int) -> int:

@@ -1,4 +1,4 @@
-"""A stage in PyTorch: forward, backward, AdamW. Owns the adapter, its gradients and moments.
+"""A stage in PyTorch: forward, backward, update. Owns the adapter and its gradients.
 
 Keeps the graph of each microbatch from forward to backward, or only each layer's input when
 activations are checkpointed. Must not talk to a network or decide a learning rate.
@@ -25,12 +25,12 @@ from exo_train.backends.lora import (
     Dropout,
     dropout_of,
     initial_adapter,
-    moment_names,
     select_arrays,
-    select_moments,
     stage_placements,
 )
 from exo_train.backends.memory import memory_errors_named, peak_process_bytes
+from exo_train.backends.noise import noise_of
+from exo_train.backends.optimizers import Optimizer
 from exo_train.backends.sampling import generate_tokens
 from exo_train.backends.stage_model import input_name
 from exo_train.backends.torch_finite import all_finite, first_bad_gradient, outputs_watched
@@ -43,6 +43,7 @@ from exo_train.backends.torch_model import (
     to_host,
     to_torch,
 )
+from exo_train.backends.torch_noise import with_noise
 from exo_train.config import OptimizerConfig
 from exo_train.errors import ConfigError, DoesNotFitError
 from exo_train.lora_config import LoraConfig, Placement
@@ -152,20 +153,11 @@ class TorchStage:
             for name, array in arrays.items()
         }
         attach(model, stage, placements, self._adapter, self._slot)
-        self._optimizer = torch.optim.AdamW(
-            # As a group: it may be empty, where none of the stage's layers has an adapter.
-            [{"params": list(self._adapter.values())}],
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.epsilon,
-            weight_decay=optimizer.weight_decay,
-        )
-        self._set_moments(
-            {
-                moment: np.zeros_like(a)
-                for name, a in arrays.items()
-                for moment in moment_names(name)
-            },
-            num_updates=0,
+        self._optimizer = Optimizer(
+            optimizer,
+            self._shapes(),
+            xp=torch,
+            from_numpy=lambda array: torch.from_numpy(array).to(device),
         )
         if options.checkpoint_activations:
             for block in model.model.layers:
@@ -181,7 +173,7 @@ class TorchStage:
         self._stash.clear()
         with self._memory_errors_named("beginning a step"):
             for value in self._adapter.values():
-                # Zeros, not None: AdamW then moves every value in every step, as MLX's does.
+                # Zeros, not None: every value is then moved in every step, as in MLX.
                 value.grad = torch.zeros_like(value)
 
     def forward(self, microbatch: MicrobatchInput) -> HostTensor | None:
@@ -199,6 +191,7 @@ class TorchStage:
                     targets_BT,
                     mask_BT,
                     loss_scale=self._loss_scale,
+                    label_smoothing=self._options.label_smoothing,
                 )
                 self._loss_sum += loss_sum
             self._stash[microbatch.index] = _Stashed(
@@ -227,7 +220,8 @@ class TorchStage:
 
     def evaluate(self, microbatch: MicrobatchInput) -> HostTensor | float:
         with self._computing(f"evaluating {microbatch}"), torch.no_grad():
-            output_BTD = self._run(self._input(microbatch), None, microbatch.row_starts)
+            input_BTD = self._input(microbatch, noisy=False)
+            output_BTD = self._run(input_BTD, None, microbatch.row_starts)
             if self._stage.head:
                 return head_loss(self._model.lm_head, output_BTD, *microbatch.supervision())
             return to_host(output_BTD, self._options.wire_dtype)
@@ -241,7 +235,7 @@ class TorchStage:
 
     def find_bad_activation(self, microbatch: MicrobatchInput, *, evaluation: bool = False) -> str:
         with self._computing(f"looking for a bad value in {microbatch}"), torch.no_grad():
-            input_BTD = self._input(microbatch)
+            input_BTD = self._input(microbatch, noisy=not evaluation)
             dropout = None if evaluation else self._dropout(microbatch)
             with outputs_watched(self._stage.layers, self._model.model.layers) as bad_layers:
                 output_BTD = self._run(input_BTD, dropout, microbatch.row_starts)
@@ -256,13 +250,13 @@ class TorchStage:
             return first_bad_gradient(self._gradients())
 
     def apply(self, *, learning_rate: float, grad_scale: float) -> None:
-        with self._memory_errors_named("updating its adapter"):
-            for gradient in self._gradients().values():
+        with self._memory_errors_named("updating its adapter"), torch.no_grad():
+            gradients = self._gradients()
+            for gradient in gradients.values():
                 gradient.mul_(grad_scale)
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
-            self._optimizer.step()
-            self._num_updates += 1
+            updated = self._optimizer.updated(self._adapter, gradients, learning_rate=learning_rate)
+            for name, value in updated:
+                self._adapter[name].copy_(value)
 
     def adapter(self) -> Arrays:
         with self._memory_errors_named("giving its adapter"):
@@ -279,18 +273,12 @@ class TorchStage:
                 value.copy_(torch.from_numpy(chosen[name]))
 
     def optimizer_state(self) -> Arrays:
-        arrays: Arrays = {"step": np.array(self._num_updates, np.int64)}
         with self._memory_errors_named("giving its optimizer's state"):
-            for name, value in self._adapter.items():
-                first, second = moment_names(name)
-                arrays[first] = _numpy_copy(self._optimizer.state[value]["exp_avg"])
-                arrays[second] = _numpy_copy(self._optimizer.state[value]["exp_avg_sq"])
-        return arrays
+            return self._optimizer.state(_numpy_copy)
 
     def load_optimizer_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        chosen = select_moments(arrays, self._shapes(), layers=self._stage.layers)
         with self._memory_errors_named("taking an optimizer's state"):
-            self._set_moments(chosen, num_updates=int(arrays["step"]))
+            self._optimizer.load(arrays, layers=self._stage.layers)
 
     def peak_memory_bytes(self) -> int:
         """Give the process' largest resident size on a CPU, the allocator's peak on CUDA.
@@ -339,11 +327,13 @@ class TorchStage:
     def _dropout(self, microbatch: MicrobatchInput) -> Dropout | None:
         return dropout_of(microbatch, self._dropout_rate, seed=self._options.seed, step=self._step)
 
-    def _input(self, microbatch: MicrobatchInput) -> torch.Tensor:
+    def _input(self, microbatch: MicrobatchInput, *, noisy: bool = True) -> torch.Tensor:
         if self._stage.embedding:
             assert microbatch.tokens_BT is not None
             tokens_BT = torch.from_numpy(microbatch.tokens_BT.astype(np.int64)).to(self._device)
-            return self._model.model.embed_tokens(tokens_BT)  # type: ignore[no-any-return]
+            alpha = self._options.neftune_alpha if noisy else 0.0
+            noise = noise_of(microbatch, alpha, seed=self._options.seed, step=self._step)
+            return with_noise(self._model.model.embed_tokens(tokens_BT), noise)
         assert microbatch.hidden_BTD is not None
         dtype = TORCH_DTYPES[self._options.compute_dtype]
         return to_torch(microbatch.hidden_BTD, device=self._device, dtype=dtype)
@@ -362,18 +352,6 @@ class TorchStage:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(value.shape) for name, value in self._adapter.items()}
-
-    def _set_moments(self, arrays: Arrays, *, num_updates: int) -> None:
-        self._num_updates = num_updates
-        for name, value in self._adapter.items():
-            first, second = (
-                torch.from_numpy(arrays[m]).to(self._device) for m in moment_names(name)
-            )
-            self._optimizer.state[value] = {
-                "step": torch.tensor(float(num_updates)),
-                "exp_avg": first,
-                "exp_avg_sq": second,
-            }
 
 
 def _numpy_copy(value: torch.Tensor) -> np.ndarray:

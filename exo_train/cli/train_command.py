@@ -140,6 +140,8 @@ def describe(outcome: Outcome) -> str:
         lines.append(
             f"held-out loss: {summary.eval_loss_before:.4f} → {summary.eval_loss_after:.4f}"
         )
+    if summary.ended_early:
+        lines.append(f"{summary.ended_early}; the adapters are those of step {summary.saved_step}")
     lines.append(f"loss curve: {outcome.run_dir / 'loss.png'}")
     lines.append(f"adapters: {outcome.run_dir / 'adapters'} (peft/ and mlx/)")
     try_it = command_line("exo-train", "generate", outcome.run_dir, "--prompt", "Who are you?")

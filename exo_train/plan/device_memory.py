@@ -12,9 +12,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from exo_train.config import OptimizerConfig
 from exo_train.lora_config import LoraConfig
 from exo_train.plan.block_times import BlockMemory
 from exo_train.plan.memory import (
+    ADAMW,
     NO_COPIES,
     Copies,
     LayerCost,
@@ -112,6 +114,7 @@ def stage_costs(
     checkpoint_activations: bool,
     packed: bool = False,
     copies: Copies = NO_COPIES,
+    optimizer: OptimizerConfig = ADAMW,
     measured: Measured | None = None,
 ) -> StageCosts:
     """Give a stage's costs on a device, from formulas and from its profile where that is more.
@@ -127,17 +130,16 @@ def stage_costs(
         checkpoint_activations=False,
         masked=packed and backend == "torch",
         copies=NO_COPIES if backend == "torch" and is_gpu(backend, device) else copies,
+        optimizer=optimizer,
     )
-    scores_per_position = 2 * shape.num_heads * value_bytes  # for each position looked at
-    scores = scores_per_position if backend == "mlx" else 0
+    scores = 2 * shape.num_heads * value_bytes * (backend == "mlx")  # for each position looked at
     memory = _scaled(measured, microbatch_size, sequence, scores_per_position=scores)
+    factor, library_bytes = _beyond_tensors(backend, device)
     if backend == "mlx":
-        layer = _mlx_layer(layer, scores_per_position * tokens * sequence, memory)
+        layer = _mlx_layer(layer, scores * tokens * sequence, memory)
         head = _mlx_head(head, shape, value_bytes, on_cpu=not is_gpu(backend, device))
-        factor, library_bytes = 1.0, MLX_LIBRARY_BYTES
     else:
         on_cpu = not is_gpu(backend, device)
-        factor, library_bytes = (HEAP_FACTOR, TORCH_LIBRARY_BYTES) if on_cpu else (1.0, 0)
         if checkpoint_activations:
             input_bytes = tokens * shape.hidden_size * value_bytes
             layer = _checkpointed(layer, input_bytes, keeps_recomputed=on_cpu)
@@ -155,6 +157,13 @@ def stage_costs(
         head=_in_heap(head, factor),
         per_stage=_with_process(_in_heap(boundary, factor), processor, library_bytes),
     )
+
+
+def _beyond_tensors(backend: str, device: str) -> tuple[float, int]:
+    """Give what an allocator makes of a byte, and what a backend's libraries take."""
+    if backend == "mlx":
+        return 1.0, MLX_LIBRARY_BYTES
+    return (1.0, 0) if is_gpu(backend, device) else (HEAP_FACTOR, TORCH_LIBRARY_BYTES)
 
 
 def _scaled(

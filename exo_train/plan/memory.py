@@ -9,14 +9,13 @@ another backend adds is `device_memory`'s.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from exo_train.config import OptimizerConfig
 from exo_train.lora_config import LoraConfig, densest_layer
 
-# Each trained value has an fp32 parameter, its gradient and AdamW's two moments: 4 x 4 bytes.
-ADAPTER_STATE_BYTES = 16
-# A copy of a trained value for a rewind: the fp32 parameter and AdamW's two moments: 3 x 4 bytes.
-STATE_COPY_BYTES = 12
+ADAMW = OptimizerConfig()
 # The loss runs the head over this many tokens at a time; the frozen head needs no logits later.
 LOGITS_CHUNK_TOKENS = 1024
 # PyTorch makes packed weights dense in blocks of rows of so many values.
@@ -143,6 +142,7 @@ def pseudo_layer_costs(
     checkpoint_activations: bool,
     masked: bool = False,
     copies: Copies = NO_COPIES,
+    optimizer: OptimizerConfig = ADAMW,
 ) -> tuple[LayerCost, ...]:
     """Give the costs of embedding, decoder layers and head, in that order.
 
@@ -159,9 +159,10 @@ def pseudo_layer_costs(
     # (Chen et al. 2016, arXiv:1604.06174).
     layer_input = n * shape.hidden_size * activation_bytes
     num_values = adapter_params(shape, lora)
-    adapter_bytes = ADAPTER_STATE_BYTES * num_values
-    copies_bytes = (copies.own + copies.neighbours) * STATE_COPY_BYTES * num_values
-    tied_copies_bytes = shape.num_layers * copies.neighbours * STATE_COPY_BYTES * num_values
+    copy_bytes = copied_bytes(shape, lora, optimizer)
+    adapter_bytes = copy_bytes + _FP32_BYTES * num_values
+    copies_bytes = (copies.own + copies.neighbours) * copy_bytes
+    tied_copies_bytes = shape.num_layers * copies.neighbours * copy_bytes
     weight_bytes = layer_weight_bytes(shape, activation_bytes)
     layer = LayerCost(
         static_bytes=weight_bytes + adapter_bytes + copies_bytes,
@@ -172,24 +173,32 @@ def pseudo_layer_costs(
         adapter_bytes=adapter_bytes,
         copies_bytes=copies_bytes,
     )
+    embedding, head = _vocabulary_costs(shape, n, activation_bytes, tied_copies_bytes)
+    return (embedding, *[layer] * shape.num_layers, head)
+
+
+def _vocabulary_costs(
+    shape: ModelShape, num_tokens: int, activation_bytes: int, tied_copies_bytes: int
+) -> tuple[LayerCost, LayerCost]:
+    """Give the costs of embedding and head."""
     vocabulary_values = shape.vocab_size * shape.hidden_size
     matrix_bytes = _rounded(
         vocabulary_values * shape.vocabulary_weights.bytes_per_value(activation_bytes)
     )
-    embedding = LayerCost(static_bytes=matrix_bytes, per_microbatch_bytes=0)
     head = LayerCost(
         static_bytes=matrix_bytes + shape.hidden_size * activation_bytes,
         # The final norm keeps its input in fp32, and the gradient found together with the loss
         # waits for its turn in the schedule.
-        per_microbatch_bytes=n * shape.hidden_size * (activation_bytes + _FP32_BYTES),
+        per_microbatch_bytes=num_tokens * shape.hidden_size * (activation_bytes + _FP32_BYTES),
         # In fp32: the softmax, the loss's gradient at it, and the logits' gradient (derived). The
         # logits themselves are gone by then.
-        workspace_bytes=min(n, LOGITS_CHUNK_TOKENS) * shape.vocab_size * 3 * _FP32_BYTES
+        workspace_bytes=min(num_tokens, LOGITS_CHUNK_TOKENS) * shape.vocab_size * 3 * _FP32_BYTES
         + _unpacked_bytes(shape.vocabulary_weights, vocabulary_values, activation_bytes),
         tied_bytes=matrix_bytes * shape.tied_embeddings + tied_copies_bytes,
         tied_copies_bytes=tied_copies_bytes,
     )
-    return (embedding, *[layer] * shape.num_layers, head)
+    embedding = LayerCost(static_bytes=matrix_bytes, per_microbatch_bytes=0)
+    return embedding, head
 
 
 def layer_weight_bytes(shape: ModelShape, value_bytes: int) -> int:
@@ -241,6 +250,19 @@ def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
         inputs, outputs = shape.projection(target)
         num_values += rank * (inputs + outputs) + outputs * lora.dora
     return num_values
+
+
+def copied_bytes(shape: ModelShape, lora: LoraConfig, optimizer: OptimizerConfig) -> int:
+    """Give a layer's part of a copy for a rewind: its adapter and what the optimizer keeps of it.
+
+    All in fp32. A stage itself has the gradients besides.
+    """
+    arrays: list[tuple[int, ...]] = []
+    for target, rank in densest_layer(lora, shape.num_layers).items():
+        inputs, outputs = shape.projection(target)
+        arrays += [(inputs, rank), (rank, outputs), *([(outputs,)] if lora.dora else [])]
+    kept = [slot for array in arrays for slot in optimizer.slots(array).values()]
+    return _FP32_BYTES * sum(math.prod(array) for array in (*arrays, *kept))
 
 
 def activation_bytes_per_token(

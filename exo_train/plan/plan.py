@@ -12,7 +12,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from exo_train.config import DTYPES, PIPELINE_SCHEDULES, QUANTIZE_BITS, OptimizerConfig
+from exo_train.config import (
+    DTYPES,
+    OPTIMIZERS,
+    PIPELINE_SCHEDULES,
+    QUANTIZE_BITS,
+    OptimizerConfig,
+)
 from exo_train.errors import ProtocolError
 from exo_train.lora_config import LoraConfig
 from exo_train.peer import Address, NodeId
@@ -31,6 +37,7 @@ ADAPTER_INITS = ("zero", "random")
 
 _REAL_DTYPES = tuple(name for name in DTYPES if name != "auto")
 _MAX_SIZE = 2**24  # widths, ranks of adapters, sequence lengths
+_BELOW_ONE = 1 - 2**-53
 
 
 Key = tuple[NodeId, str]  # a processor: its computer, and its name there
@@ -76,6 +83,8 @@ class Plan:
     seed: int
     checkpoint_activations: bool = False
     adapter_init: str = "zero"
+    label_smoothing: float = 0.0
+    neftune_alpha: float = 0.0
     quantize: int = 0
 
     @property
@@ -90,6 +99,8 @@ class Plan:
             "ranks": [_rank_to_dict(rank) for rank in self.ranks],
             "lora": _with_floats(self.lora),
             "optimizer": _with_floats(self.optimizer),
+            "label_smoothing": float(self.label_smoothing),
+            "neftune_alpha": float(self.neftune_alpha),
         }
         return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
@@ -116,6 +127,8 @@ class Plan:
                 seed=fields.whole("seed", low=0),
                 checkpoint_activations=fields.flag("checkpoint_activations"),
                 adapter_init=fields.text("adapter_init", choices=ADAPTER_INITS),
+                neftune_alpha=fields.number("neftune_alpha", low=0.0),
+                label_smoothing=fields.number("label_smoothing", low=0.0, high=_BELOW_ONE),
                 quantize=fields.whole("quantize", low=0, high=max(QUANTIZE_BITS)),
             )
         plan.validate()
@@ -236,8 +249,11 @@ def _address_from(value: object, place: str) -> Address:
 def _optimizer_from(fields: Fields) -> OptimizerConfig:
     with fields:
         return OptimizerConfig(
-            beta1=fields.number("beta1", low=0.0, high=0.999999999),
-            beta2=fields.number("beta2", low=0.0, high=0.999999999),
+            name=fields.text("name", choices=OPTIMIZERS),
+            beta1=fields.number("beta1", low=0.0, high=_BELOW_ONE),
+            beta2=fields.number("beta2", low=0.0, high=_BELOW_ONE),
             epsilon=fields.number("epsilon", low=0.0),
+            momentum=fields.number("momentum", low=0.0, high=_BELOW_ONE),
+            lora_plus_ratio=fields.number("lora_plus_ratio", low=0.0),
             weight_decay=fields.number("weight_decay", low=0.0),
         )

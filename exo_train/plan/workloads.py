@@ -91,6 +91,7 @@ def run_workload(
             checkpoint_activations=config.checkpoint_activations,
             masked=config.packing,
             copies=run_copies(config),
+            optimizer=config.optimizer_rule,
         ),
         boundary_bytes=tokens * shape.hidden_size * value_bytes,
         num_microbatches=-(-config.batch_size // microbatch_size),
@@ -127,5 +128,6 @@ def run_stage_costs(
         checkpoint_activations=config.checkpoint_activations,
         packed=config.packing,
         copies=run_copies(config),
+        optimizer=config.optimizer_rule,
         measured=measured,
     )

@@ -103,6 +103,7 @@ class Microbatch:
     mask_BT: np.ndarray
     row_keys: tuple[int, ...]
     row_starts: tuple[int, ...] = ()
+    row_lengths: tuple[int, ...] = ()  # positions without pads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,6 +323,7 @@ def _microbatch(index: int, cut: Sequence[TokenSequence], max_seq_length: int) -
         mask_BT=mask_BT,
         row_keys=tuple(key for sequence in cut for key in sequence.row_keys),
         row_starts=tuple(row_starts) if len(row_starts) > len(cut) else (),
+        row_lengths=tuple(_num_inputs(e) for sequence in cut for e in sequence.examples),
     )
 
 

@@ -127,5 +127,5 @@ def beginning_of(
 def trainable_parameters(spec: ModelSpec, config: TrainConfig) -> int:
     """Count the values that are trained, over the whole model."""
     whole = StageSpec(start=0, end=spec.num_layers, embedding=True, head=True)
-    layout = state_layout(spec, config.lora, whole)
+    layout = state_layout(spec, config.lora, config.optimizer_rule, whole)
     return sum(math.prod(shape) for name, (_, shape) in layout.items() if is_adapter(name))

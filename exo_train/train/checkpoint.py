@@ -70,9 +70,9 @@ def checkpoint_bytes(*sets: Arrays) -> int:
     return sum(array.nbytes + _ARRAY_BYTES for array in arrays) + _FILE_BYTES
 
 
-def expected_checkpoint_bytes(*, num_trainable: int, num_arrays: int) -> int:
-    """Give the same before there is one: each value in fp32, with AdamW's two moments."""
-    return 3 * (4 * num_trainable + _ARRAY_BYTES * num_arrays) + _FILE_BYTES
+def expected_checkpoint_bytes(*, array_bytes: int, num_arrays: int) -> int:
+    """Give the same before there is one, from what all its arrays hold."""
+    return array_bytes + _ARRAY_BYTES * num_arrays + _FILE_BYTES
 
 
 def save_checkpoint(
@@ -263,6 +263,14 @@ def newest_checkpoint(
             return load_checkpoint(path)
         except ConfigError as error:
             say(f"{error}; it is skipped, and the one before is taken, if there is one")
+    return None
+
+
+def checkpoint_of(run_dir: Path, step: int) -> Checkpoint | None:
+    """Load the checkpoint of `step`; None: it is not there, or not whole."""
+    for path in _by_step(run_dir):
+        if _step_of(path) == step and _is_whole(path):
+            return load_checkpoint(path)
     return None
 
 

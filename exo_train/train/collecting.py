@@ -11,6 +11,7 @@ from typing import Any
 
 from exo_train.backends.base import Arrays
 from exo_train.backends.lora import is_adapter
+from exo_train.config import OptimizerConfig
 from exo_train.errors import ProtocolError
 from exo_train.lora_config import LoraConfig
 from exo_train.models.spec import ModelSpec
@@ -34,28 +35,32 @@ def split_state(state: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
 LayoutOf = Callable[[Rank], Layout | None]
 
 
-def layouts(request: pb.StateRequest, spec: ModelSpec | None, lora: LoraConfig) -> LayoutOf:
+def layouts(
+    request: pb.StateRequest, spec: ModelSpec | None, lora: LoraConfig, optimizer: OptimizerConfig
+) -> LayoutOf:
     """Tell what each rank has to give: its own layers' state, or (HELD) what it said it holds."""
 
     def layout_of(rank: Rank) -> Layout | None:
         if spec is None or request.kind in (pb.GRADIENTS, pb.BOUNDARIES):
             return None
         if request.kind == pb.HELD:
-            return _held_layout(rank, from_step_id(request.at), spec, lora)
-        whole = state_layout(spec, lora, rank.plan.stage)
+            return _held_layout(rank, from_step_id(request.at), spec, lora, optimizer)
+        whole = state_layout(spec, lora, optimizer, rank.plan.stage)
         wants_adapter = request.kind == pb.ADAPTER
         return {name: like for name, like in whole.items() if is_adapter(name) == wants_adapter}
 
     return layout_of
 
 
-def _held_layout(rank: Rank, at: StepId, spec: ModelSpec, lora: LoraConfig) -> Layout:
+def _held_layout(
+    rank: Rank, at: StepId, spec: ModelSpec, lora: LoraConfig, optimizer: OptimizerConfig
+) -> Layout:
     layout: Layout = {}
     for held in rank.holdings:
         # One that reaches outside the model is a lie, and counted for nothing before.
         if held.at == at and 0 <= held.start < held.end <= spec.num_layers:
             stage = StageSpec(start=held.start, end=held.end, embedding=False, head=False)
-            layout |= state_layout(spec, lora, stage)
+            layout |= state_layout(spec, lora, optimizer, stage)
     return layout
 
 

@@ -20,19 +20,15 @@ from exo_train.errors import ExoTrainError, InterruptedRunError, NumericsError
 from exo_train.plan.drift import Drift
 from exo_train.plan.history import StepId, newest_whole
 from exo_train.plan.prediction import Prediction
-from exo_train.train.batches import (
-    BatchPlan,
-    Microbatch,
-    StepBatch,
-    split_microbatches,
-)
+from exo_train.train.batches import BatchPlan, Microbatch, StepBatch, split_microbatches
 from exo_train.train.blame import name_trouble
 from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
 from exo_train.train.collecting import split_state
 from exo_train.train.disk_pause import DiskPause
 from exo_train.train.evaluation import held_out_loss
 from exo_train.train.examples import Example
-from exo_train.train.learning_rate import clip_scale, learning_rate_at
+from exo_train.train.learning_rate import Schedule
+from exo_train.train.loss_scaling import StepNumbers, needs_scaling, overflow_sentence
 from exo_train.train.metrics import StepMetrics
 from exo_train.train.progress import Interruption, Progress
 from exo_train.train.reckoning import Reckoning, drift_sentence
@@ -49,6 +45,7 @@ from exo_train.train.rundir import RunDir
 from exo_train.train.saving import Saver, SaveTimer
 from exo_train.train.shadowing import Shadowing
 from exo_train.train.step_metrics import step_metrics
+from exo_train.train.stopping import Stopping
 from exo_train.train.watcher import Watcher
 from exo_train.wire.pb import control_pb2 as pb
 
@@ -76,6 +73,7 @@ class Trainer:
         run_dir: RunDir,
         *,
         num_steps: int,
+        vocab_size: int,
         identity: dict[str, Any],
         watcher: Watcher,
         saver: Saver,
@@ -95,6 +93,8 @@ class Trainer:
         self._data = data
         self._run_dir = run_dir
         self._num_steps = num_steps
+        self._schedule = Schedule.of(config, num_steps)
+        self._stopping = Stopping.of(config, vocab_size=vocab_size)
         self._identity = identity  # goes into every checkpoint, to be compared on resume
         self._watcher = watcher
         self._saver = saver
@@ -138,10 +138,15 @@ class Trainer:
         self._tell_reckoning()
         if self.progress.totals.num_dropped == self._num_steps:
             raise NumericsError("no step was finite: nothing was trained")
+        if self.progress.step < self._num_steps:
+            held_out = self.progress.held_out_losses
+            self.progress.ended_early = self._stopping.stalled_sentence(held_out)
+            self._watcher.on_note(self.progress.ended_early)
 
     def _is_done(self) -> bool:
         is_due = self._evaluation_is_due() or self._save_is_due()
-        return self.progress.step == self._num_steps and not is_due
+        stalled = self._stopping.has_stalled(self.progress.held_out_losses)
+        return (stalled or self.progress.step == self._num_steps) and not is_due
 
     def _next_task(self) -> None:
         """Do one thing; after it the run can go on from where it is, whatever happens."""
@@ -165,9 +170,9 @@ class Trainer:
         return bool(wanted and not measured and self._data.held_out)
 
     def _save_is_due(self) -> bool:
-        step = self.progress.step
-        is_new = 0 < step != self.progress.saved_step
-        return is_new and (step == self._num_steps or self._timer.is_due(step))
+        step, held_out = self.progress.step, self.progress.held_out_losses
+        is_due = self._timer.is_due(step) or self._stopping.wants_saved(step, held_out)
+        return 0 < step != self.progress.saved_step and (is_due or step == self._num_steps)
 
     def _stop_if_wanted(self) -> None:
         if self._watcher.wants_stop():
@@ -179,7 +184,8 @@ class Trainer:
 
     def _train_step(self, step: int) -> None:
         started_s = self._clock_s()
-        config = self._config
+        config, plan = self._config, self._ring.plan
+        scale = self.progress.totals.loss_scale.value if needs_scaling(plan) else 1.0
         batch = self._data.batches.batch_for_step(step - 1)
         microbatches = self._microbatches(batch)
         supervised = batch.num_supervised_tokens
@@ -188,7 +194,7 @@ class Trainer:
                 step,
                 microbatches,
                 # Normalised once, by the tokens of the whole step: never a mean of means.
-                loss_scale=1.0 / supervised,
+                loss_scale=scale / supervised,
                 timeout_s=config.step_timeout_s,
                 # One that ends soon is waited for; one that takes longer than usual may never end.
                 may_stop=lambda: (
@@ -197,53 +203,43 @@ class Trainer:
             )
         except InterruptedRunError:
             self._stop_within(f"step {step} of {self._num_steps}, which is dropped")
-        loss = reports[-1].loss_sum / supervised
-        grad_norm = math.sqrt(math.fsum(report.grad_square_sum for report in reports))
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        learning_rate = self._learning_rate(step)
+        numbers = StepNumbers.of(reports, supervised, scale, config.max_grad_norm)
+        learning_rate = self._schedule.rate(step - 1)
         self._shadowing.before_commit(self._ring, step_s=self._step_s)
         self._ring.commit(
             step,
-            apply=finite,
+            apply=numbers.finite,
             learning_rate=learning_rate,
-            grad_scale=clip_scale(grad_norm, config.max_grad_norm) if finite else 0.0,
+            grad_scale=numbers.grad_scale,
             timeout_s=config.step_timeout_s,
         )
-        self._at = StepId(generation=self._ring.plan.generation, step=step)
+        self._at = StepId(generation=plan.generation, step=step)
         self._step_s = self._clock_s() - started_s
         self._ring.be_patient(self._step_s)
         metrics = step_metrics(
-            self._ring.plan,
+            plan,
             reports,
             step=step,
             epoch=step / self._data.batches.steps_per_epoch,
-            loss=loss,
+            loss=numbers.loss,
             lr=learning_rate,
-            grad_norm=grad_norm,
+            grad_norm=numbers.grad_norm,
             tokens=batch.num_tokens,
             supervised_tokens=supervised,
             positions=sum(microbatch.tokens_BT.size for microbatch in microbatches),
             step_s=self._step_s,
         )
-        self._record(metrics, finite=finite, num_microbatches=len(microbatches))
+        self._record(metrics, numbers, len(microbatches))
         self._shadowing.after_commit(self._ring, self._at, step_s=self._step_s)
-        if not finite:
+        if numbers.overflowed:
+            self._watcher.on_note(overflow_sentence(step, scale))
+        elif not numbers.finite:
             self._tell_dropped(metrics, reports)
+        self._stopping.check_loss(metrics, self.progress.train_losses)
 
-    def _learning_rate(self, step: int) -> float:
-        config = self._config
-        return learning_rate_at(
-            step - 1,
-            total_updates=self._num_steps,
-            peak=config.learning_rate,
-            schedule=config.lr_schedule,
-            warmup_steps=config.warmup_steps,
-            min_ratio=config.min_lr_ratio,
-        )
-
-    def _record(self, metrics: StepMetrics, *, finite: bool, num_microbatches: int) -> None:
+    def _record(self, metrics: StepMetrics, numbers: StepNumbers, num_microbatches: int) -> None:
         progress = self.progress
-        progress.after_step(metrics, finite=finite)
+        progress.after_step(metrics, finite=numbers.finite, overflowed=numbers.overflowed)
         if self._since_s is not None:
             seconds = self._clock_s() - self._since_s
             self._since_s = None
@@ -265,8 +261,8 @@ class Trainer:
             grad_square_sums=[report.grad_square_sum for report in reports],
         )
         sentence = (
-            f"step {metrics.step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}; "
-            f"first not finite: {where}"
+            f"step {metrics.step}: loss {metrics.loss}, learning rate {metrics.lr:.3g}, gradient "
+            f"norm {metrics.grad_norm}; first not finite: {where}"
         )
         if self.progress.totals.dropped_in_a_row >= MAX_DROPPED_IN_A_ROW:
             self._keep(self._ring.collect_state())

@@ -81,6 +81,7 @@ def to_microbatch_data(
     )
     if with_tokens:
         data.tokens = microbatch.tokens_BT.astype("<i4").tobytes()
+        data.row_lengths.extend(microbatch.row_lengths)
     if with_targets:
         data.targets = microbatch.targets_BT.astype("<i4").tobytes()
         data.mask = microbatch.mask_BT.astype(np.uint8).tobytes()
@@ -94,6 +95,10 @@ def from_microbatch_data(
     num_rows = len(data.row_starts) or data.num_sequences
     if len(data.row_keys) != num_rows:
         raise ProtocolError(f"microbatch {index} has {len(data.row_keys)} row keys for {shape}")
+    lengths = tuple(data.row_lengths)
+    fit = all(0 < length <= data.num_positions for length in lengths)
+    if lengths and not (fit and len(lengths) == num_rows):
+        raise ProtocolError(f"microbatch {index} has row lengths that do not fit into {shape}")
     row_starts = _row_starts(data.row_starts, shape, f"microbatch {index}")
     mask_BT = None
     if data.mask:
@@ -105,6 +110,7 @@ def from_microbatch_data(
         mask_BT=mask_BT,
         row_keys=tuple(data.row_keys),
         row_starts=row_starts,
+        row_lengths=lengths,
     )
 
 

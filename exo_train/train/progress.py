@@ -5,12 +5,14 @@ Owns counts and curves. Must not know devices, messages or files.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from exo_train.plan.plan import RankPlan
+from exo_train.train.loss_scaling import FIRST, LossScale
 from exo_train.train.metrics import StepMetrics, Throughput
 from exo_train.train.reckoning import Reckoning
 
@@ -22,7 +24,8 @@ class Totals:
     tokens: int = 0
     seconds: float = 0.0
     num_dropped: int = 0
-    dropped_in_a_row: int = 0
+    dropped_in_a_row: int = 0  # but for those that a smaller loss scale may cure
+    loss_scale: LossScale = FIRST
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Totals:
@@ -30,6 +33,7 @@ class Totals:
             tokens=int(state["tokens"]),
             seconds=float(state["seconds"]),
             num_dropped=int(state.get("num_dropped", 0)),
+            loss_scale=LossScale(**state["loss_scale"]) if "loss_scale" in state else FIRST,
         )
 
 
@@ -60,6 +64,7 @@ class Progress:
     train_losses: list[tuple[int, float]] = field(default_factory=list)
     held_out_losses: list[tuple[int, float]] = field(default_factory=list)
     interruptions: list[Interruption] = field(default_factory=list)
+    ended_early: str = ""  # why, as a sentence
     # Since the ring was formed last: it may have had other devices before.
     ranks: tuple[RankPlan, ...] = ()
     busy_s: list[float] = field(default_factory=list)
@@ -88,7 +93,7 @@ class Progress:
         self.seconds_here = 0.0
         self.reckoning = reckoning
 
-    def after_step(self, metrics: StepMetrics, *, finite: bool) -> None:
+    def after_step(self, metrics: StepMetrics, *, finite: bool, overflowed: bool = False) -> None:
         """Count a step that all ranks committed, or dropped where it was not finite."""
         before = self.totals
         self._totals_at.setdefault(self.step, before)
@@ -97,7 +102,8 @@ class Progress:
             tokens=before.tokens + metrics.tokens,
             seconds=before.seconds + metrics.step_s,
             num_dropped=before.num_dropped + (not finite),
-            dropped_in_a_row=0 if finite else before.dropped_in_a_row + 1,
+            dropped_in_a_row=0 if finite else before.dropped_in_a_row + (not overflowed),
+            loss_scale=before.loss_scale.after(overflowed=not finite),
         )
         self.seconds_here += metrics.step_s
         self.train_losses.append((metrics.step, metrics.loss))
@@ -137,6 +143,7 @@ class Progress:
             "tokens": self.totals.tokens,
             "seconds": self.totals.seconds,
             "num_dropped": self.totals.num_dropped,
+            "loss_scale": dataclasses.asdict(self.totals.loss_scale),
             "held_out_losses": [
                 [step, loss if math.isfinite(loss) else None] for step, loss in self.held_out_losses
             ],

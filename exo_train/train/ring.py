@@ -281,7 +281,8 @@ class Ring:
         return merged(self._collect(pb.StateRequest(kind=pb.HELD, at=to_step_id(at))))
 
     def _collect(self, request: pb.StateRequest) -> list[Arrays]:
-        return collect(self._talk, request, layouts(request, self._spec, self.plan.lora))
+        layout_of = layouts(request, self._spec, self.plan.lora, self.plan.optimizer)
+        return collect(self._talk, request, layout_of)
 
     def store_state(self, state: Mapping[str, Any]) -> None:
         """Set what `collect_state` or `collect_held` gave, or another ring's."""

@@ -58,7 +58,8 @@ class Summary:
 
     `prediction` sets what the plan promised beside what came, or is None without a promise. It
     covers the last ring only: there may have been others, each with a plan. `interruptions` are
-    the times at which this start's ring was formed anew.
+    the times at which this start's ring was formed anew. `ended_early` says why a run is done that
+    did not take all its steps; its adapters are then those of `best_step`.
     """
 
     status: str
@@ -67,7 +68,7 @@ class Summary:
     loss_first: float | None
     loss_last: float | None
     eval_loss_before: float | None
-    eval_loss_after: float | None
+    eval_loss_after: float | None  # the last one measured
     tokens: int
     tokens_per_s: float
     devices: tuple[DeviceSummary, ...]
@@ -75,6 +76,9 @@ class Summary:
     mlx_adapter: str | None
     prediction: dict[str, Any] | None = None
     interruptions: tuple[Interruption, ...] = ()
+    best_step: int | None = None  # of the lowest held-out loss
+    best_eval_loss: float | None = None
+    ended_early: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Give plain values under the published keys; NaN and infinities become null."""

@@ -36,6 +36,8 @@ def load_planned_stage(
             wire_dtype=CONFIG_DTYPES[plan.wire_dtype],
             checkpoint_activations=plan.checkpoint_activations,
             adapter_init=plan.adapter_init,
+            neftune_alpha=plan.neftune_alpha,
+            label_smoothing=plan.label_smoothing,
             quantize=plan.quantize,
             base_weights=mine.base_weights,
         ),

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 
 from google.protobuf.message import DecodeError
 
-from exo_train.backends.lora import adapter_shapes, moment_names
+from exo_train.backends.lora import adapter_shapes
+from exo_train.backends.optimizers import state_shapes
+from exo_train.config import OptimizerConfig
 from exo_train.errors import ExoTrainError, ProtocolError
 from exo_train.lora_config import LoraConfig
 from exo_train.models.spec import ModelSpec
@@ -34,12 +36,13 @@ Layout = dict[str, tuple[str, tuple[int, ...]]]
 log = logging.getLogger(__name__)
 
 
-def state_layout(spec: ModelSpec, lora: LoraConfig, stage: StageSpec) -> Layout:
+def state_layout(
+    spec: ModelSpec, lora: LoraConfig, optimizer: OptimizerConfig, stage: StageSpec
+) -> Layout:
     """Give every array of the stage's adapter and optimizer state, as the plan has them."""
-    layout: Layout = {"step": ("<i8", ())}
-    for name, shape in adapter_shapes(spec, stage, lora).items():
-        layout |= dict.fromkeys((name, *moment_names(name)), ("<f4", shape))
-    return layout
+    adapter = adapter_shapes(spec, stage, lora)
+    floats = adapter | state_shapes(optimizer, adapter)
+    return {"step": ("<i8", ())} | {name: ("<f4", shape) for name, shape in floats.items()}
 
 
 def layout_bytes(layout: Layout) -> int:
@@ -127,7 +130,7 @@ def _source(
     plan: Plan, rank: int, sender: int, spec: ModelSpec, token: str, store: SnapshotStore
 ) -> ShadowSource:
     stage = plan.ranks[sender].stage
-    layout = state_layout(spec, plan.lora, stage)
+    layout = state_layout(spec, plan.lora, plan.optimizer, stage)
 
     def take(messages: Iterator[bytes]) -> Callable[[], None]:
         snapshot = from_copy_messages(messages, stage, layout, generation=plan.generation)

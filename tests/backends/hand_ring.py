@@ -131,6 +131,7 @@ def microbatches(chosen: Sequence[Row], size: int) -> Iterator[MicrobatchInput]:
             targets_BT=targets_BT,
             mask_BT=mask_BT,
             row_keys=tuple(row.key for row in part),
+            row_lengths=tuple(len(row.supervised) for row in part),
         )
 
 

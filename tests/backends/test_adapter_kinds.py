@@ -15,6 +15,7 @@ import transformers
 
 from exo_train.backends.base import Arrays
 from exo_train.backends.lora import adapter_sentence, count_trainable, is_adapter
+from exo_train.config import OptimizerConfig
 from exo_train.lora_config import LoraConfig, placements
 from exo_train.plan.stages import StageSpec
 from exo_train.train.state_copies import state_layout
@@ -99,7 +100,7 @@ def test_what_ranks_may_send_is_what_they_have(kind: str) -> None:
     run = one_stage(kind)
     spec, _ = tiny(BIASED)
     whole = StageSpec(start=0, end=NUM_LAYERS, embedding=True, head=True)
-    layout = state_layout(spec, KINDS[kind], whole)
+    layout = state_layout(spec, KINDS[kind], OptimizerConfig(), whole)
     held = {**run.adapter, **run.optimizer_state}
     assert {name: shape for name, (_, shape) in layout.items()} == {
         name: array.shape for name, array in held.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from tests.backends.hand_ring import (
     LORA,
     MODELS,
     NUM_LAYERS,
+    OPTIONS,
     Row,
     accumulate,
     load_ring,
+    microbatches,
     relative_error,
     rows,
 )
@@ -62,13 +65,16 @@ def peft_parameter(model: Any, name: str) -> torch.nn.Parameter:
     return model.get_parameter(f"base_model.model.{module}.lora_{letter}.default.weight")
 
 
-def plain_loss(model: Any, chosen: Sequence[Row]) -> torch.Tensor:
+def plain_loss(model: Any, chosen: Sequence[Row], **loss: Any) -> torch.Tensor:
     """Mean over supervised tokens in the plainest way: one row at a time, all logits."""
     total, num_supervised = torch.zeros(()), 0
     for row in chosen:
         logits_BTV = model(torch.from_numpy(row.tokens[None, :-1].astype(np.int64))).logits
         losses_T = torch.nn.functional.cross_entropy(
-            logits_BTV[0], torch.from_numpy(row.tokens[1:].astype(np.int64)), reduction="none"
+            logits_BTV[0],
+            torch.from_numpy(row.tokens[1:].astype(np.int64)),
+            reduction="none",
+            **loss,
         )
         total = total + losses_T[torch.from_numpy(row.supervised)].sum()
         num_supervised += int(row.supervised.sum())
@@ -100,6 +106,27 @@ def test_torch_equals_a_plain_peft_loop(tmp_path: Path, model: str) -> None:
     for name, value in stage.adapter().items():
         expected_array = peft_parameter(oracle, name).detach().numpy().T
         np.testing.assert_allclose(value, expected_array, atol=1e-5, rtol=0, err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_label_smoothing_is_that_of_torch_in_training_alone(tmp_path: Path, backend: str) -> None:
+    options = replace(OPTIONS, label_smoothing=0.2)
+    (stage,) = load_ring("llama3-rope", [backend], options=options)
+    oracle = peft_model(model_directory(tmp_path, "llama3-rope"), stage.adapter())
+    chosen = rows(lengths=LONG)
+    expected = plain_loss(oracle, chosen, label_smoothing=0.2)
+    assert accumulate([stage], chosen, microbatch_size=4) == pytest.approx(
+        expected.item(), rel=1e-6
+    )
+    expected.backward()
+    gradients = {name: peft_parameter(oracle, name).grad.numpy().T for name in stage.gradients()}
+    assert relative_error(stage.gradients(), gradients) < 1e-5
+    num_supervised = sum(int(row.supervised.sum()) for row in chosen)
+    plain = sum(float(stage.evaluate(batch)) for batch in microbatches(chosen, 4))  # type: ignore[arg-type]
+    with torch.no_grad():
+        expected = plain_loss(oracle, chosen)
+    assert plain / num_supervised == pytest.approx(expected.item(), rel=1e-6)
 
 
 def mlx_lm_model(directory: Path, adapter: Arrays) -> Any:

@@ -171,7 +171,7 @@ def apply(stage: Stage) -> None:
     [
         (["_optimizer"], apply, "updating its adapter"),
         (["_adapter"], lambda s: s.adapter(), "giving its adapter"),
-        (["_adapter"], lambda s: s.optimizer_state(), "giving its optimizer's state"),
+        (["_optimizer"], lambda s: s.optimizer_state(), "giving its optimizer's state"),
         (["_adapter"], lambda s: s.begin_step(step=1, loss_scale=1.0), "beginning a step"),
         (["_adapter", "_gradients"], lambda s: s.gradients(), "giving its gradients"),
         (["_adapter", "_gradients"], lambda s: s.grad_square_sum(), "adding up its gradients"),

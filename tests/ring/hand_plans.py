@@ -46,6 +46,6 @@ def plan_by_hand(
         max_seq_length=CONFIG.max_seq_length,
         wire_dtype="fp32",
         lora=CONFIG.lora,
-        optimizer=CONFIG.optimizer,
+        optimizer=CONFIG.optimizer_rule,
         seed=CONFIG.seed,
     )

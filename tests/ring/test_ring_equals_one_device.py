@@ -88,6 +88,28 @@ def test_dropout_is_the_same_on_any_ring(tiny_model: Path) -> None:
     assert abs(one.losses[-1] - without.losses[-1]) > 1e-4, "dropout did nothing"
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "adafactor"},
+        {"optimizer": "sgd", "learning_rate": 0.3},
+        {"adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 1e-4, "lora_plus_ratio": 8.0},
+        {"label_smoothing": 0.3},
+        {"neftune_alpha": 0.3},
+        {"neftune_alpha": 0.3, "packing": True},
+    ],
+    ids=str,
+)
+def test_what_an_update_does_is_the_same_on_any_ring(
+    changes: dict[str, object], tiny_model: Path, one_device: dict[str, Trained]
+) -> None:
+    config = replace(CONFIG, weight_decay=0.1, **changes)
+    one = train_ring(tiny_model, [T], config=config, num_steps=5)
+    assert_equal_runs(train_ring(tiny_model, [M, T, M], config=config, num_steps=5), one)
+    assert min(one.losses[1:]) < one.losses[0], "nothing was learnt"
+    assert abs(one.losses[-1] - one_device["torch"].losses[4]) > 1e-4, "the options did nothing"
+
+
 def test_clipping_uses_the_norm_over_all_stages(
     tiny_model: Path, one_device: dict[str, Trained]
 ) -> None:

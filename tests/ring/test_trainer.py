@@ -95,7 +95,18 @@ def test_resumed_equals_never_interrupted(
     backends: list[str], fault: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     """Invariant 9, to the last digit on the same split: dropout, schedule, order, moments."""
-    config = replace(CONFIG, dropout=0.1)
+    assert_resumed_exactly(tiny_model, tmp_path, replace(CONFIG, dropout=0.1), backends, fault)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "sgd"])
+def test_each_optimizers_state_is_resumed(optimizer: str, tiny_model: Path, tmp_path: Path) -> None:
+    config = replace(CONFIG, optimizer=optimizer, lora_plus_ratio=4.0, lr_schedule="linear")
+    assert_resumed_exactly(tiny_model, tmp_path, config, ["mlx", "torch"])
+
+
+def assert_resumed_exactly(
+    tiny_model: Path, tmp_path: Path, config: TrainConfig, backends: list[str], fault: str = ""
+) -> None:
     faults = {0: fault}
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     trained(tiny_model, whole, backends=backends, config=config, faults=faults)
@@ -152,6 +163,19 @@ def test_a_dropped_step_changes_nothing(tiny_model: Path, tmp_path: Path) -> Non
     assert "step 1" in notes[0]
     assert "device1" in notes[0]
     assert int(first.optimizer["step"]) == STEPS - 1
+
+
+def test_gradients_through_fp16_are_those_of_fp32(tiny_model: Path, tmp_path: Path) -> None:
+    """The loss is scaled, nothing that is written down or applied is."""
+    config = replace(CONFIG, wire_dtype="fp16")
+    progress = trained(tiny_model, tmp_path / "half", backends=["torch", "mlx"], config=config)
+    trained(tiny_model, tmp_path / "full", backends=["torch", "mlx"])
+    assert progress.totals.loss_scale.num_good == STEPS
+    half, full = (RunDir(tmp_path / name).read_metrics() for name in ("half", "full"))
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in half] == pytest.approx([row[name] for row in full], rel=5e-3)
+    difference = largest_difference(adapter_of(tmp_path / "half"), adapter_of(tmp_path / "full"))
+    assert difference < 0.5 * CONFIG.learning_rate * STEPS
 
 
 def test_three_bad_steps_in_a_row_stop_the_run(tiny_model: Path, tmp_path: Path) -> None:

@@ -293,8 +293,10 @@ def test_lora_scale_is_alpha_over_rank() -> None:
     assert TrainConfig().lora.targets == ALL_TARGETS
 
 
-def test_weight_decay_reaches_the_optimizer() -> None:
-    assert _from(weight_decay=0.125).optimizer.weight_decay == 0.125
+def test_the_optimizers_options_reach_it() -> None:
+    said = {"adam_beta1": 0.5, "adam_beta2": 0.25, "adam_epsilon": 0.125, "momentum": 0.75}
+    rule = _from(optimizer="sgd", weight_decay=0.0625, lora_plus_ratio=16, **said).optimizer_rule
+    assert dataclasses.astuple(rule) == ("sgd", 0.5, 0.25, 0.125, 0.75, 0.0625, 16.0)
 
 
 @pytest.mark.parametrize("source", [0, 1])

@@ -477,7 +477,7 @@ class StepInput(_message.Message):
     def __init__(self, step: _Optional[int] = ..., evaluation: bool = ..., loss_scale: _Optional[float] = ..., microbatches: _Optional[_Iterable[_Union[MicrobatchData, _Mapping]]] = ..., more: bool = ...) -> None: ...
 
 class MicrobatchData(_message.Message):
-    __slots__ = ("num_sequences", "num_positions", "tokens", "targets", "mask", "row_keys", "row_starts")
+    __slots__ = ("num_sequences", "num_positions", "tokens", "targets", "mask", "row_keys", "row_starts", "row_lengths")
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     NUM_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -485,6 +485,7 @@ class MicrobatchData(_message.Message):
     MASK_FIELD_NUMBER: _ClassVar[int]
     ROW_KEYS_FIELD_NUMBER: _ClassVar[int]
     ROW_STARTS_FIELD_NUMBER: _ClassVar[int]
+    ROW_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     num_sequences: int
     num_positions: int
     tokens: bytes
@@ -492,7 +493,8 @@ class MicrobatchData(_message.Message):
     mask: bytes
     row_keys: _containers.RepeatedScalarFieldContainer[int]
     row_starts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_sequences: _Optional[int] = ..., num_positions: _Optional[int] = ..., tokens: _Optional[bytes] = ..., targets: _Optional[bytes] = ..., mask: _Optional[bytes] = ..., row_keys: _Optional[_Iterable[int]] = ..., row_starts: _Optional[_Iterable[int]] = ...) -> None: ...
+    row_lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_sequences: _Optional[int] = ..., num_positions: _Optional[int] = ..., tokens: _Optional[bytes] = ..., targets: _Optional[bytes] = ..., mask: _Optional[bytes] = ..., row_keys: _Optional[_Iterable[int]] = ..., row_starts: _Optional[_Iterable[int]] = ..., row_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("step", "evaluation", "loss_sum", "grad_square_sum", "busy_s", "step_s", "sent_bytes", "peak_memory_bytes", "period_s", "trouble")

@@ -128,7 +128,7 @@ def test_each_device_stores_in_its_own_format() -> None:
 def test_what_is_kept_for_a_rewind_is_reckoned_as_large_as_it_is() -> None:
     """A copy is what one device sends another: every adapter value, and two moments of each."""
     stage = StageSpec(start=3, end=8, embedding=False, head=False)
-    copy_bytes = layout_bytes(state_layout(SPEC, CONFIG.lora, stage))
+    copy_bytes = layout_bytes(state_layout(SPEC, CONFIG.lora, CONFIG.optimizer_rule, stage))
     costs = problem(0.01, 0.02).sized(1)[0].devices[0].costs
     assert costs is not None
     kinds = memory_by_kind(costs, stage, in_flight=1)
@@ -197,7 +197,7 @@ def plan_before(*ranks: tuple[str, int], dtype: str = "fp32") -> Plan:
         max_seq_length=64,
         wire_dtype="fp32",
         lora=CONFIG.lora,
-        optimizer=CONFIG.optimizer,
+        optimizer=CONFIG.optimizer_rule,
         seed=0,
     )
 

@@ -6,15 +6,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from exo_train.agent import driver
 from exo_train.agent.driver import num_to_make_room_for
 from exo_train.agent.finishing import Finish
+from exo_train.agent.resuming import check_unfinished
 from exo_train.config import TrainConfig
-from exo_train.errors import ExoTrainError, InterruptedRunError
+from exo_train.errors import ConfigError, ExoTrainError, InterruptedRunError
+from exo_train.train.checkpoint import Checkpoint, save_checkpoint
 from exo_train.train.disk_pause import DiskPause
 from exo_train.train.durable import DiskError
+from exo_train.train.progress import Progress
 from exo_train.train.rundir import RunDir
 from exo_train.train.watcher import Watcher
 
@@ -28,6 +32,7 @@ from exo_train.train.watcher import Watcher
         ({"save_every": 0}, 1000, 0, 1),
         ({"save_every": 0, "save_minutes": 1.0}, 1000, 0, 5),
         ({"keep": 100}, 1000, 0, 50),
+        ({"save_every": 500, "early_stop": 2}, 1000, 0, 5),
         ({}, 900, 4, 1),
         ({}, 900, 9, 0),
         ({}, 0, 1, 0),
@@ -77,13 +82,37 @@ def test_the_last_write_can_be_done_again(
         monkeypatch.setattr(driver, name, Trainer)
     monkeypatch.setattr(Finish, "leave", leave)
     pause = DiskPause(device="attic", say=lambda note: None, wants_stop=lambda: stops)
-    ring: Any = SimpleNamespace(plan=SimpleNamespace(run_id="r", generation=1))
+    plan = SimpleNamespace(run_id="r", generation=1, microbatch_size=1, max_seq_length=8)
+    ring: Any = SimpleNamespace(plan=plan)
+    data: Any = SimpleNamespace(batches=SimpleNamespace(padding_note=lambda **sizes: "none"))
     household: Any = SimpleNamespace(holders=list)
     recovery: Any = SimpleNamespace(chosen=SimpleNamespace(prediction=None, advise=None))
-    config, nothing = TrainConfig(model="m", steps=4), SimpleNamespace()
+    config = TrainConfig(model="m", steps=4)
+    model: Any = SimpleNamespace(manifest=SimpleNamespace(spec=SimpleNamespace(vocab_size=8)))
     with pytest.raises(raised, match=f"step 4 is saved in .*--resume {tmp_path}"):
         driver._train_on(
-            ring, config, nothing, RunDir(tmp_path), nothing, Watcher(),
+            ring, config, data, RunDir(tmp_path), model, Watcher(),
             household, recovery, None, {}, pause,
         )  # fmt: skip
     assert left == ["done", "interrupted" if stops else "failed"]
+
+
+@pytest.mark.parametrize(("ended_early", "left"), [("", 8), ("stopped after step 8: no better", 4)])
+def test_an_early_end_leaves_the_best_steps_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended_early: str, left: int
+) -> None:
+    for step in (4, 8):
+        arrays = {"model.layers.0.mlp.up_proj.lora_a": np.full(2, step, np.float32)}
+        count = {"step": np.array(step, np.int64)}
+        save_checkpoint(tmp_path, step=step, adapter=arrays, optimizer=count, state={})
+    progress = Progress(step=8, saved_step=8, ended_early=ended_early)
+    progress.held_out_losses = [(0, 3.0), (4, 1.0), (8, 2.0)]
+    written: list[Checkpoint] = []
+    monkeypatch.setattr(Finish, "_write_adapters", lambda finish, found: written.append(found))
+    nothing: Any = None
+    summary = Finish(RunDir(tmp_path), nothing, nothing, progress).leave("done")
+    assert [checkpoint.step for checkpoint in written] == [left]
+    assert (summary.steps, summary.saved_step) == (8, left)
+    assert (summary.best_step, summary.best_eval_loss) == (4, 1.0)
+    with pytest.raises(ConfigError, match=ended_early or "all its 8 steps are done"):
+        check_unfinished(tmp_path)

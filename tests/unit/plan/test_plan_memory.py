@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 
+from exo_train.config import OptimizerConfig
 from exo_train.lora_config import ALL_TARGETS, LoraConfig
 from exo_train.plan.memory import (
-    ADAPTER_STATE_BYTES,
     DENSE_BLOCK_VALUES,
     LOGITS_CHUNK_TOKENS,
+    Copies,
     ModelShape,
     WeightForm,
     activation_bytes_per_token,
@@ -63,7 +64,25 @@ def test_parameters_are_llama_8b():
 
 def test_adapter_of_llama_8b_is_42_million_values():
     assert 32 * adapter_params(LLAMA_8B, LORA) == 41_943_040
-    assert ADAPTER_STATE_BYTES == 16
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_value"),
+    [
+        (OptimizerConfig(), 16),
+        (OptimizerConfig(name="sgd"), 12),
+        (OptimizerConfig(name="sgd", momentum=0.0), 8),
+        (OptimizerConfig(name="adafactor"), 8 + 4 * (1 / 16 + 14 / (2 * 8192))),
+    ],
+    ids=str,
+)
+def test_a_trained_value_has_its_gradient_and_what_the_optimizer_keeps(optimizer, bytes_per_value):
+    plain, trained = costs(lora=NO_ADAPTER)[1], costs(optimizer=optimizer)[1]
+    num_values = adapter_params(LLAMA_8B, LORA)
+    assert trained.adapter_bytes == pytest.approx(bytes_per_value * num_values, rel=0.01)
+    kept = costs(optimizer=optimizer, copies=Copies(own=1, neighbours=0))[1]
+    assert kept.copies_bytes == trained.adapter_bytes - 4 * num_values
+    assert trained.static_bytes - plain.static_bytes == trained.adapter_bytes
 
 
 @pytest.mark.parametrize(

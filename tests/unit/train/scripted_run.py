@@ -6,6 +6,7 @@ how long the step takes, is the test's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from exo_train.train.saving import Saver, SaveTimer
 from exo_train.train.watcher import Watcher
 from exo_train.wire.pb import control_pb2 as pb
 
+SUPERVISED = 32  # tokens of a step, unless the test has its own rows
 NAMES = ("studio", "den-pc", "laptop")
 CONFIG = TrainConfig(batch_size=4, microbatch_size=2, max_seq_length=32, shadow="off")
 
@@ -43,6 +45,9 @@ class ScriptedStep:
     period_s: float = 0.0
     sent_bytes: Sequence[int] = (0,) * 8
     peak_memory_bytes: Sequence[int] = (0,) * 8
+    loss_sum: float = 1.0
+    held_out_loss_sum: float = 1.0
+    largest_loss_scale: float = math.inf  # per supervised token; above it a gradient overflows
 
 
 Script = Callable[[int], ScriptedStep]  # by step, from 1
@@ -89,13 +94,15 @@ class ScriptedRank:
         if asked.more:
             return
         now = self._script(asked.step)
-        if self._rank == 0:
+        fits = asked.loss_scale <= now.largest_loss_scale
+        if self._rank == 0 and not asked.evaluation:
             self._clock.now_s += now.step_s
         self._answer(
             step_report=pb.StepReport(
                 step=asked.step,
-                loss_sum=1.0,
-                grad_square_sum=1.0,
+                loss_sum=now.held_out_loss_sum if asked.evaluation else now.loss_sum,
+                # Gradients of a loss that is scaled are, too.
+                grad_square_sum=(SUPERVISED * asked.loss_scale) ** 2 if fits else math.inf,
                 busy_s=now.busy_s[self._rank],
                 step_s=now.step_s,
                 period_s=now.period_s,
@@ -121,8 +128,11 @@ def run_script(
     *,
     num_steps: int,
     num_ranks: int = 2,
+    vocab_size: int = 1,
+    wire_dtype: str = "fp32",
     examples: tuple[Example, ...] = (),
     batches: Any = None,
+    held_out: tuple[Example, ...] = (),
     config: TrainConfig = CONFIG,
     watcher: Watcher | None = None,
     resumed: Checkpoint | None = None,
@@ -135,16 +145,18 @@ def run_script(
     batches = batches or BatchPlan(
         examples=examples or rows([8] * 4), batch_size=config.batch_size, seed=0
     )
-    with Ring(_plan(num_ranks, config), ranks) as ring:
+    plan = replace(_plan(num_ranks, config), wire_dtype=wire_dtype)
+    with Ring(plan, ranks) as ring:
         watcher = watcher or Watcher()
         pause = DiskPause(device="studio", say=watcher.on_note)
         directory = RunDir.create(run_dir, allow_existing=resumed is not None)
         trainer = Trainer(
             ring,
             config,
-            Data(batches=batches, held_out=()),
+            Data(batches=batches, held_out=held_out),
             directory,
             num_steps=num_steps,
+            vocab_size=vocab_size,
             identity={},
             watcher=watcher,
             saver=Saver(directory.path, keep=config.keep, pause=pause, resumed=resumed),

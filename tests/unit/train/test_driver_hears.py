@@ -66,7 +66,7 @@ def two(manifest: ModelManifest) -> Iterator[Two]:
     ranks = [ToldRank(plan, n) for n in (0, 1)]
     state: list[Arrays] = []
     for rank in plan.ranks:
-        layout = state_layout(manifest.spec, plan.lora, rank.stage)
+        layout = state_layout(manifest.spec, plan.lora, plan.optimizer, rank.stage)
         state.append({n: np.ones(shape, dtype) for n, (dtype, shape) in layout.items()})
     with Ring(plan, ranks, spec=manifest.spec) as ring:
         ring.prepare()

@@ -149,12 +149,14 @@ def test_held_out_rows_are_packed_too_and_none_is_lost() -> None:
 
 def test_rows_of_a_pack_cross_the_network() -> None:
     (microbatch,) = epoch_of(plan_batches(rows([9, 9, 20, 30]), CONFIG), microbatch_size=3)
-    data = to_microbatch_data(microbatch, with_tokens=False, with_targets=False)
+    data = to_microbatch_data(microbatch, with_tokens=True, with_targets=False)
     data = pb.MicrobatchData.FromString(data.SerializeToString())
     received = from_microbatch_data(0, data, vocab_size=999)
     assert received.row_keys == microbatch.row_keys
     assert received.row_starts == microbatch.row_starts
     assert len(received.row_starts) == 4
+    assert received.row_lengths == microbatch.row_lengths
+    assert received.row_lengths == (29, 19, 8, 8), "a row's last token is no position"
 
 
 @pytest.mark.parametrize(
@@ -172,6 +174,10 @@ def test_rows_that_do_not_lie_end_to_end_are_refused(starts: tuple[int, ...]) ->
         num_sequences=2, num_positions=32, row_keys=[7, 8, 9], row_starts=(0, 8, 32)
     )
     assert from_microbatch_data(4, good, vocab_size=99).row_starts == (0, 8, 32)
+    good.row_lengths.extend((8, 20, 33))
+    with pytest.raises(ProtocolError, match="row lengths that do not fit"):
+        from_microbatch_data(4, good, vocab_size=99)
+    del good.row_lengths[:]
     good.row_keys.append(10)
     with pytest.raises(ProtocolError, match="4 row keys"):
         from_microbatch_data(4, good, vocab_size=99)

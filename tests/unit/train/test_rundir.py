@@ -154,7 +154,7 @@ def test_summary_has_the_published_keys(run):
     assert set(plain) == {
         "schema", "status", "steps", "saved_step", "loss_first", "loss_last", "eval_loss_before",
         "eval_loss_after", "tokens", "tokens_per_s", "devices", "adapters", "prediction",
-        "interruptions",
+        "interruptions", "best_step", "best_eval_loss", "ended_early",
     }  # fmt: skip
     assert plain["schema"] == 1
     assert plain["loss_last"] is None

@@ -14,6 +14,7 @@ import pytest
 
 from exo_train.agent.planning import make_plan
 from exo_train.backends.registry import available_backends
+from exo_train.config import OPTIMIZERS
 from exo_train.errors import PeerLostError, ProtocolError
 from exo_train.models.manifest import ModelManifest
 from exo_train.models.open import open_model
@@ -64,7 +65,7 @@ def plan(manifest: ModelManifest) -> Plan:
 def snapshot(plan: Plan, manifest: ModelManifest) -> Snapshot:
     """State as it might be: rank 0's layers with numbers that are all different."""
     stage = plan.ranks[SENDER].stage
-    layout = state_layout(manifest.spec, plan.lora, stage)
+    layout = state_layout(manifest.spec, plan.lora, plan.optimizer, stage)
     rng = np.random.default_rng(3)
     arrays = {
         name: np.array(5) if name == "step" else rng.standard_normal(shape, np.float32)
@@ -92,17 +93,19 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
         assert np.array_equal(array, other[name]), name
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("backend", available_backends())
 def test_the_layout_is_what_a_real_stage_gives(
-    model: Path, manifest: ModelManifest, backend: str
+    model: Path, manifest: ModelManifest, backend: str, optimizer: str
 ) -> None:
     """Else no copy would ever be taken."""
-    plan = make_plan(candidates([backend, backend]), CONFIG, manifest, cluster="test")
+    config = replace(CONFIG, optimizer=optimizer)
+    plan = make_plan(candidates([backend, backend]), config, manifest, cluster="test")
     _, source = open_model(model)
     for rank in (0, 1):
         stage = load_planned_stage(plan, rank, manifest, source)
         state = stage.adapter() | stage.optimizer_state()
-        layout = state_layout(manifest.spec, plan.lora, plan.ranks[rank].stage)
+        layout = state_layout(manifest.spec, plan.lora, plan.optimizer, plan.ranks[rank].stage)
         assert {n: (a.dtype.str, a.shape) for n, a in state.items()} == layout
         assert sum(array.nbytes for array in state.values()) == layout_bytes(layout)
 
@@ -267,7 +270,7 @@ def test_a_copy_of_an_earlier_generation_is_a_point_of_this_one(
 ) -> None:
     """After a rewind to a point, the ring marks that very point before it commits a step."""
     stage = plan.ranks[SENDER].stage
-    layout = state_layout(manifest.spec, plan.lora, stage)
+    layout = state_layout(manifest.spec, plan.lora, plan.optimizer, stage)
     got = from_copy_messages(to_copy_messages(snapshot), stage, layout, generation=7)
     assert got.at == AT
     with pytest.raises(ProtocolError):
