@@ -20,8 +20,9 @@ import numpy as np
 from exo_train.backends.base import MicrobatchInput, StageOptions
 from exo_train.backends.memory import peak_process_bytes
 from exo_train.backends.registry import load_backend
-from exo_train.config import LoraConfig, OptimizerConfig
+from exo_train.config import LoraConfig
 from exo_train.models.open import open_model
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.stages import StageSpec
 from exo_train.train.meter import open_meter
 from exo_train.train.stage_loading import CONFIG_DTYPES

@@ -1,16 +1,15 @@
-"""Options of a run as frozen values. Owns what each one is, and what two of them may not say.
-
-Pure: reads no file, knows no framework.
-"""
+"""Options of a run as frozen values. Pure; owns what each is, and what two of them may not say."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from exo_train.encoding_config import ON_LONG, SYSTEM_ROLES, TRAIN_TURNS, EncodingConfig
 from exo_train.errors import ConfigError
 from exo_train.lora_config import (
     ALL_LAYERS,
@@ -22,10 +21,10 @@ from exo_train.lora_config import (
     check_words,
     read_pattern,
 )
+from exo_train.optimizer_config import OPTIMIZERS, OptimizerConfig
 from exo_train.options import check_ranges, nearest, option, options_of, read_values
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
-OPTIMIZERS = ("adamw", "adafactor", "sgd")
 LR_SCHEDULES = ("cosine", "linear", "constant")
 QUANTIZE_BITS = (0, 4, 8)
 BASE_WEIGHTS = ("auto", "packed", "dense")
@@ -33,44 +32,6 @@ PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 BAD_ROWS = ("error", "drop")
 REPORT_LIBRARIES = ("tensorboard", "wandb", "trackio", "swanlab")
 MAX_PROFILE_S = 60.0
-SYSTEM_ROLES = ("template", "merge", "drop", "error")
-TRAIN_TURNS = ("all", "last")
-ON_LONG = ("truncate", "drop", "split", "error")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
-    """Which rule moves the adapter; each uses its own of these numbers.
-
-    `beta1`, `beta2` and `epsilon` are AdamW's, `momentum` is SGD's.
-    """
-
-    name: str = "adamw"
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    lora_plus_ratio: float = 1.0
-
-    def slots(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Name what the optimizer keeps of an adapter array of `shape`, with the shapes."""
-        if self.name == "sgd":
-            return {"momentum": shape} if self.momentum else {}
-        if self.name == "adafactor" and len(shape) == 2:
-            return {"exp_avg_sq_row": shape[:1], "exp_avg_sq_col": shape[1:]}
-        if self.name == "adafactor":
-            return {"exp_avg_sq": shape}
-        return {"exp_avg": shape, "exp_avg_sq": shape}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodingConfig:
-    """How rows become token ids and masks, the template itself aside."""
-
-    system_role: str = SYSTEM_ROLES[0]
-    train_turns: str = TRAIN_TURNS[0]
-    on_long: str = ON_LONG[0]
 
 
 # Headings of the help and of docs/options.md, in their order.
@@ -427,15 +388,11 @@ def _check_reports(libraries: tuple[str, ...]) -> None:
 
 def _check_devices(config: TrainConfig) -> None:
     if config.devices and config.min_devices > len(config.devices):
+        named = len(config.devices)
         raise ConfigError(
-            f"'min_devices' {config.min_devices} is more than the {len(config.devices)} that "
-            f"'devices' names"
+            f"'min_devices' {config.min_devices} is more than the {named} that 'devices' names"
         )
-    if config.shadow not in ("auto", "off") and not _is_step_count(config.shadow):
+    if not re.fullmatch(r"auto|off|0*[1-9][0-9]*", config.shadow):
         raise ConfigError(
             f"'shadow' must be auto, off or a number of steps of at least 1, got '{config.shadow}'"
         )
-
-
-def _is_step_count(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and int(text) >= 1

@@ -16,7 +16,8 @@ from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.registry import load_backend
 from exo_train.cluster.hardware import detect
 from exo_train.cluster.home import Home
-from exo_train.config import SYSTEM_ROLES, OptimizerConfig, TrainConfig
+from exo_train.config import TrainConfig
+from exo_train.encoding_config import SYSTEM_ROLES
 from exo_train.errors import ConfigError
 from exo_train.export.adapter_formats import Adapter
 from exo_train.export.adapters import read_adapter
@@ -24,6 +25,7 @@ from exo_train.lora_config import LoraConfig
 from exo_train.models.hub import resolve_model
 from exo_train.models.open import open_model
 from exo_train.models.tokenizer import load_tokenizer
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.device_memory import Processor
 from exo_train.plan.stages import StageSpec
 from exo_train.plan.workloads import held_shape, weights_held

@@ -46,11 +46,11 @@ from exo_train.backends.noise import noise_of
 from exo_train.backends.optimizers import Optimizer
 from exo_train.backends.sampling import generate_tokens
 from exo_train.backends.stage_model import input_name, layer_windows
-from exo_train.config import OptimizerConfig
 from exo_train.errors import DoesNotFitError
 from exo_train.lora_config import LoraConfig, Placement
 from exo_train.models.spec import ModelSpec
 from exo_train.models.tensors import TensorSource
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.stages import StageSpec
 from exo_train.wire.tensor import HostTensor
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from exo_train.backends.base import Arrays
 from exo_train.backends.lora import select_arrays
-from exo_train.config import OptimizerConfig
+from exo_train.optimizer_config import OptimizerConfig
 
 Shape = tuple[int, ...]
 Slots = dict[str, Any]

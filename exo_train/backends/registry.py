@@ -12,11 +12,11 @@ from typing import Protocol, cast
 
 from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.fast_blas import import_mlx_core
-from exo_train.config import OptimizerConfig
 from exo_train.errors import ConfigError
 from exo_train.lora_config import LoraConfig
 from exo_train.models.spec import ModelSpec
 from exo_train.models.tensors import TensorSource
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.stages import StageSpec
 
 # In order of preference: where MLX runs on a GPU it is the faster one.

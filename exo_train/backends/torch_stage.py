@@ -44,11 +44,11 @@ from exo_train.backends.torch_model import (
     to_torch,
 )
 from exo_train.backends.torch_noise import with_noise
-from exo_train.config import OptimizerConfig
 from exo_train.errors import ConfigError, DoesNotFitError
 from exo_train.lora_config import LoraConfig, Placement
 from exo_train.models.spec import ModelSpec
 from exo_train.models.tensors import TensorSource
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.stages import StageSpec
 from exo_train.wire.tensor import HostTensor
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from exo_train.config import OptimizerConfig
 from exo_train.lora_config import LoraConfig
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.block_times import BlockMemory
 from exo_train.plan.memory import (
     ADAMW,

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from exo_train.config import OptimizerConfig
 from exo_train.lora_config import LoraConfig, densest_layer
+from exo_train.optimizer_config import OptimizerConfig
 
 ADAMW = OptimizerConfig()
 # The loss runs the head over this many tokens at a time; the frozen head needs no logits later.

@@ -12,15 +12,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from exo_train.config import (
-    DTYPES,
-    OPTIMIZERS,
-    PIPELINE_SCHEDULES,
-    QUANTIZE_BITS,
-    OptimizerConfig,
-)
+from exo_train.config import DTYPES, PIPELINE_SCHEDULES, QUANTIZE_BITS
 from exo_train.errors import ProtocolError
 from exo_train.lora_config import LoraConfig
+from exo_train.optimizer_config import OPTIMIZERS, OptimizerConfig
 from exo_train.peer import Address, NodeId
 from exo_train.plan.fields import Fields, parse_json
 from exo_train.plan.lora_fields import placements_of, read_lora

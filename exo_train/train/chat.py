@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from exo_train.config import EncodingConfig
+from exo_train.encoding_config import EncodingConfig
 from exo_train.errors import DataError
 from exo_train.models.tokenizer import adds_bos
 from exo_train.train.examples import LEARNT_MARKS, Example, marked_sample, stretches

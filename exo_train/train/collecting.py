@@ -11,10 +11,10 @@ from typing import Any
 
 from exo_train.backends.base import Arrays
 from exo_train.backends.lora import is_adapter
-from exo_train.config import OptimizerConfig
 from exo_train.errors import ProtocolError
 from exo_train.lora_config import LoraConfig
 from exo_train.models.spec import ModelSpec
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.history import StepId
 from exo_train.plan.stages import StageSpec
 from exo_train.train.conversation import Conversation, Rank

@@ -23,9 +23,9 @@ import numpy as np
 
 from exo_train.backends.base import MicrobatchInput, Stage, StageOptions
 from exo_train.backends.registry import load_backend
-from exo_train.config import OptimizerConfig
 from exo_train.lora_config import LoraConfig
 from exo_train.models.spec import ModelSpec
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.block_times import STEADY_SLOWDOWN, BlockMemory, BlockTimes, EndTimes
 from exo_train.plan.device_memory import counts_process, default_process_bytes
 from exo_train.plan.stages import StageSpec

@@ -15,10 +15,10 @@ from google.protobuf.message import DecodeError
 
 from exo_train.backends.lora import adapter_shapes
 from exo_train.backends.optimizers import state_shapes
-from exo_train.config import OptimizerConfig
 from exo_train.errors import ExoTrainError, ProtocolError
 from exo_train.lora_config import LoraConfig
 from exo_train.models.spec import ModelSpec
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.history import StepId, shadow_holder
 from exo_train.plan.plan import Plan
 from exo_train.plan.stages import StageSpec

@@ -17,11 +17,11 @@ import numpy as np
 
 from exo_train.backends.base import Arrays, MicrobatchInput, Stage, StageOptions
 from exo_train.backends.registry import load_backend
-from exo_train.config import OptimizerConfig
 from exo_train.lora_config import LoraConfig
 from exo_train.models.open import open_model
 from exo_train.models.spec import ModelSpec
 from exo_train.models.tensors import TensorSource
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.stages import StageSpec
 from exo_train.wire.tensor import DType, HostTensor
 from tests.tiny_models import make_tiny_model

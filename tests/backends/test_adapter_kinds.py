@@ -15,8 +15,8 @@ import transformers
 
 from exo_train.backends.base import Arrays
 from exo_train.backends.lora import adapter_sentence, count_trainable, is_adapter
-from exo_train.config import OptimizerConfig
 from exo_train.lora_config import LoraConfig, placements
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.stages import StageSpec
 from exo_train.train.state_copies import state_layout
 from exo_train.wire.tensor import DType

@@ -13,8 +13,8 @@ from transformers.optimization import Adafactor
 
 from exo_train.backends.base import Arrays
 from exo_train.backends.optimizers import Optimizer
-from exo_train.config import OptimizerConfig
 from exo_train.errors import ConfigError
+from exo_train.optimizer_config import OptimizerConfig
 
 RATE, DECAY = 0.02, 0.1
 LAYER = "model.layers.3.mlp.up_proj"

@@ -20,7 +20,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.trainer import default_loss
 
 from exo_train.backends.base import Arrays
-from exo_train.config import OptimizerConfig
+from exo_train.optimizer_config import OptimizerConfig
 from tests.backends.hand_ring import (
     LORA,
     MODELS,

@@ -19,10 +19,10 @@ from safetensors.numpy import load_file, save_file
 from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.mlx_packed import PackedLinear
 from exo_train.backends.registry import load_backend
-from exo_train.config import OptimizerConfig
 from exo_train.lora_config import LoraConfig
 from exo_train.models.open import open_model
 from exo_train.models.packed import BITS, GROUP_SIZES, Packing, quantised
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.stages import StageSpec
 from tests.backends.hand_ring import (
     LORA,

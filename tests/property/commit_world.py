@@ -16,10 +16,11 @@ import numpy as np
 from exo_train.agent.recovery import Recovery
 from exo_train.agent.run_plan import Run, RunPlan
 from exo_train.backends.base import Arrays
-from exo_train.config import OptimizerConfig, TrainConfig
+from exo_train.config import TrainConfig
 from exo_train.errors import DoesNotFitError, ExoTrainError
 from exo_train.lora_config import LoraConfig
 from exo_train.models.manifest import ModelManifest
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.peer import NodeId
 from exo_train.plan.history import StepId
 from exo_train.plan.plan import Key, Plan, RankPlan

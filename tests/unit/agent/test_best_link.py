@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from exo_train.agent.opening import best_host_of
-from exo_train.config import OptimizerConfig
 from exo_train.lora_config import LoraConfig
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.peer import Address, NodeId
 from exo_train.plan.plan import Plan, RankPlan
 from exo_train.plan.stages import StageSpec

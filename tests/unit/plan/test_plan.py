@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from exo_train.config import OptimizerConfig
 from exo_train.errors import ProtocolError
 from exo_train.lora_config import LoraConfig
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.peer import Address, NodeId
 from exo_train.plan.plan import Plan, RankPlan
 from exo_train.plan.stages import StageSpec

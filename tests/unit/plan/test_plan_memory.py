@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from exo_train.config import OptimizerConfig
 from exo_train.lora_config import ALL_TARGETS, LoraConfig
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.memory import (
     DENSE_BLOCK_VALUES,
     LOGITS_CHUNK_TOKENS,

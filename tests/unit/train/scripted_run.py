@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from exo_train.config import OptimizerConfig, TrainConfig
+from exo_train.config import TrainConfig
 from exo_train.lora_config import LoraConfig
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.peer import NodeId
 from exo_train.plan.plan import Plan, RankPlan
 from exo_train.plan.stages import StageSpec

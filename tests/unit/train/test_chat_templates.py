@@ -13,7 +13,7 @@ import pytest
 from tokenizers import AddedToken, processors
 from transformers import PreTrainedTokenizerFast
 
-from exo_train.config import EncodingConfig
+from exo_train.encoding_config import EncodingConfig
 from exo_train.errors import ConfigError, DataError
 from exo_train.train.chat import encode_prompt, encode_rows, end_of_turn
 from exo_train.train.examples import Example, stretches

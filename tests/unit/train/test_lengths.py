@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from exo_train.config import ON_LONG, EncodingConfig
+from exo_train.encoding_config import ON_LONG, EncodingConfig
 from exo_train.errors import DataError
 from exo_train.train.chat import EncodedRows, encode_rows
 from exo_train.train.examples import Example

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from exo_train.config import EncodingConfig
+from exo_train.encoding_config import EncodingConfig
 from exo_train.errors import DataError
 from exo_train.train.chat import EncodedRows, encode_prompt, encode_rows
 from exo_train.train.examples import stretches

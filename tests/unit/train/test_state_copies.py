@@ -14,10 +14,10 @@ import pytest
 
 from exo_train.agent.planning import make_plan
 from exo_train.backends.registry import available_backends
-from exo_train.config import OPTIMIZERS
 from exo_train.errors import PeerLostError, ProtocolError
 from exo_train.models.manifest import ModelManifest
 from exo_train.models.open import open_model
+from exo_train.optimizer_config import OPTIMIZERS
 from exo_train.plan.history import StepId
 from exo_train.plan.plan import Plan
 from exo_train.train.messages import STATE_PIECE_BYTES

@@ -9,8 +9,8 @@ import re
 import pytest
 from rich.console import Console
 
-from exo_train.config import OptimizerConfig
 from exo_train.lora_config import LoraConfig
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.peer import NodeId
 from exo_train.plan.plan import Plan, RankPlan
 from exo_train.plan.stages import StageSpec
