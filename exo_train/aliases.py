@@ -11,13 +11,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from exo_train.alias_values import (
+    NotHereError,
+    Values,
+    read_adapter_folder,
+    read_all_linear,
+    read_bits,
+    read_data,
+    read_dtype,
+    read_held_out,
+    read_kind,
+    read_last_layers,
+    read_optimizer,
+    read_rate_curve,
+    read_steps,
+    read_targets,
+)
 from exo_train.config import OPTIONS
-
-Values = dict[str, Any]
-
-
-class NotHereError(Exception):
-    """A value that has no meaning here; says what to use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,94 +99,6 @@ def _same(value: Any, accepted: Any) -> bool:
     return str(value).strip().lower() == str(accepted).lower()
 
 
-def _number(value: Any, expected: str) -> float:
-    try:
-        return float("nan" if isinstance(value, bool) else value)
-    except (TypeError, ValueError):
-        raise NotHereError(f"it must be {expected}") from None
-
-
-def _steps(value: Any) -> Values:
-    """In transformers -1 leaves the length to the epochs."""
-    return {"steps": 0 if _number(value, "a whole number") == -1 else value}
-
-
-def _rate_curve(value: Any) -> Values:
-    return {"lr_schedule": "constant" if value == "constant_with_warmup" else value}
-
-
-def _targets(value: Any) -> Values:
-    names = [value] if isinstance(value, str) else value
-    if names in (["all"], ["all-linear"]):
-        return {"targets": OPTIONS["targets"].default}
-    return {"targets": value}
-
-
-def _all_linear(value: Any) -> Values:
-    if value is not True:
-        raise NotHereError("say which projections with 'targets'")
-    return {"targets": OPTIONS["targets"].default}
-
-
-def _held_out(value: Any) -> Values:
-    number = _number(value, "a number of rows, or a share of them")
-    if number >= 1 or number == 0:
-        return {"val_rows": value}
-    if "val_split" not in OPTIONS:
-        raise NotHereError("say 'val_rows', a number of rows and no share of them")
-    return {"val_split": value}
-
-
-def _dtype(name: str) -> Callable[[Any], Values]:
-    def read(value: Any) -> Values:
-        if value is False:
-            return {}
-        if value is not True and value != "auto":
-            raise NotHereError("it must be true, false or auto")
-        return {"dtype": name if value is True else "auto"}
-
-    return read
-
-
-def _data(value: Any) -> Values:
-    """Take a path, or axolotl's list with one; kinds of rows are recognised row by row."""
-    entries = value if isinstance(value, list) else [value]
-    if len(entries) == 1:
-        entry = entries[0]
-        if isinstance(entry, dict) and isinstance(entry.get("path"), str):
-            if others := entry.keys() - {"path", "type", "ds_type"}:
-                raise NotHereError(f"'{min(map(str, others))}' in it is not known; say 'data'")
-            return {"data": entry["path"]}
-        if isinstance(entry, str):
-            return {"data": entry}
-    raise NotHereError("say 'data' with the file or directory")
-
-
-def _last_layers(value: Any) -> Values:
-    number = _number(value, "a number of layers")
-    return {"adapter_layers": "all" if number == -1 else f"last:{number:g}"}
-
-
-def _bits(number: int) -> Callable[[Any], Values]:
-    def read(value: Any) -> Values:
-        if not isinstance(value, bool):
-            raise NotHereError("it must be true or false")
-        return {"quantize": number} if value else {}
-
-    return read
-
-
-def _kind(value: Any) -> Values:
-    """In mlx-lm; "lora" is what there is without DoRA."""
-    if value not in ("lora", "dora"):
-        raise NotHereError("only LoRA and DoRA adapters are trained: lora or dora")
-    return {"dora": value == "dora"}
-
-
-def _optimizer(value: Any) -> Values:
-    return {"optimizer": "adamw" if str(value).startswith("adamw") else value}
-
-
 _EVERY_STEP = "every step is shown, and a line of metrics.jsonl"
 _SUPERVISED = 'of chats and completions the answers are learnt, of {"text": …} rows all'
 _TABLE: tuple[Rule, ...] = (
@@ -184,7 +106,7 @@ _TABLE: tuple[Rule, ...] = (
     Renamed(
         names=("dataset", "datasets", "dataset_name", "train_file"),
         option="data",
-        read=_data,
+        read=read_data,
         about="one file or directory, or a list with one `path`",
     ),
     Renamed(names=("output_dir", "adapter_path"), option="run_dir"),
@@ -198,7 +120,7 @@ _TABLE: tuple[Rule, ...] = (
         about="with `gradient_accumulation_steps` also `batch_size`, the product of both",
     ),
     Renamed(names=("num_train_epochs", "num_epochs"), option="epochs"),
-    Renamed(names=("max_steps",), option="steps", read=_steps, about="-1: by epochs"),
+    Renamed(names=("max_steps",), option="steps", read=read_steps, about="-1: by epochs"),
     Renamed(
         names=("iters",),
         option="steps",
@@ -208,26 +130,31 @@ _TABLE: tuple[Rule, ...] = (
     Renamed(
         names=("lr_scheduler_type", "lr_scheduler"),
         option="lr_schedule",
-        read=_rate_curve,
+        read=read_rate_curve,
         about="`constant_with_warmup` is `constant`",
     ),
     Renamed(names=("warmup",), option="warmup_steps"),
     Renamed(names=("lora_r", "lora_rank", "lora_parameters.rank"), option="rank"),
     Renamed(names=("lora_alpha", "lora_parameters.alpha"), option="alpha"),
+    Renamed(names=("lora_scale", "lora_parameters.scale"), option="scale"),
     Renamed(names=("lora_dropout", "lora_parameters.dropout"), option="dropout"),
     Renamed(
         names=("lora_target_modules", "lora_target", "target_modules", "lora_parameters.keys"),
         option="targets",
-        read=_targets,
+        read=read_targets,
         about="`all` and `all-linear` are all projections",
     ),
     Renamed(
-        names=("lora_target_linear",), option="targets", read=_all_linear, is_flag=True, about="all"
+        names=("lora_target_linear",),
+        option="targets",
+        read=read_all_linear,
+        is_flag=True,
+        about="all",
     ),
     Renamed(
         names=("num_layers", "lora_layers"),
         option="adapter_layers",
-        read=_last_layers,
+        read=read_last_layers,
         about="the last so many; -1: all",
     ),
     Settled(
@@ -239,18 +166,26 @@ _TABLE: tuple[Rule, ...] = (
     Renamed(names=("template",), option="chat_template"),
     Renamed(names=("use_rslora", "peft_use_rslora"), option="rslora"),
     Renamed(names=("use_dora", "peft_use_dora"), option="dora"),
-    Renamed(names=("resume_adapter_file", "lora_model_dir"), option="init_adapter"),
+    Renamed(names=("lora_model_dir",), option="init_adapter"),
+    Renamed(
+        names=("resume_adapter_file",),
+        option="init_adapter",
+        read=read_adapter_folder,
+        about="the folder that the file lies in",
+    ),
     Renamed(names=("loraplus_lr_ratio",), option="lora_plus_ratio"),
     Renamed(names=("neftune_noise_alpha",), option="neftune_alpha"),
     Renamed(names=("label_smoothing_factor",), option="label_smoothing"),
-    Renamed(names=("optim",), option="optimizer", read=_optimizer, about="any AdamW is `adamw`"),
+    Renamed(
+        names=("optim",), option="optimizer", read=read_optimizer, about="any AdamW is `adamw`"
+    ),
     Renamed(names=("sample_packing",), option="packing"),
-    Renamed(names=("load_in_4bit",), option="quantize", read=_bits(4), is_flag=True, about="4"),
-    Renamed(names=("load_in_8bit",), option="quantize", read=_bits(8), is_flag=True, about="8"),
+    Renamed(names=("load_in_4bit",), option="quantize", read=read_bits(4), is_flag=True, about="4"),
+    Renamed(names=("load_in_8bit",), option="quantize", read=read_bits(8), is_flag=True, about="8"),
     Renamed(
         names=("val_set_size", "val_size"),
         option="val_rows",
-        read=_held_out,
+        read=read_held_out,
         about="a number of rows",
     ),
     Renamed(names=("eval_steps", "steps_per_eval"), option="eval_every"),
@@ -261,14 +196,14 @@ _TABLE: tuple[Rule, ...] = (
     Renamed(
         names=("bf16",),
         option="dtype",
-        read=_dtype("bf16"),
+        read=read_dtype("bf16"),
         is_flag=True,
         about="`bf16` where true",
     ),
     Renamed(
         names=("fp16",),
         option="dtype",
-        read=_dtype("fp16"),
+        read=read_dtype("fp16"),
         is_flag=True,
         about="`fp16` where true",
     ),
@@ -296,10 +231,10 @@ _TABLE: tuple[Rule, ...] = (
         because=_SUPERVISED,
         instead='to learn all tokens, give rows as {"text": …}',
     ),
-    Renamed(names=("fine_tune_type",), option="dora", read=_kind, about="where it is `dora`"),
+    Renamed(names=("fine_tune_type",), option="dora", read=read_kind, about="where it is `dora`"),
     Settled(
         names=("fine_tune_type", "finetuning_type", "adapter"),
-        accepted=("lora",),
+        accepted=("lora", "qlora"),
         because="what is trained is a LoRA adapter",
         instead="only LoRA adapters are trained: lora, or leave it out",
     ),
@@ -337,11 +272,9 @@ _TABLE: tuple[Rule, ...] = (
     ),
 )
 NESTED = "lora_parameters"  # mlx-lm's, with what is in it
-SCALES = ("lora_parameters.scale", "lora_scale")
 ACCUMULATIONS = ("gradient_accumulation_steps", "grad_accumulation_steps")
 # Values that need another option's.
 _TOGETHER = (
-    (SCALES, "read as `alpha`: scale × `rank`"),
     (
         ACCUMULATIONS,
         "read as `batch_size`: times `microbatch_size`; refused where that is not said",
@@ -382,7 +315,7 @@ def is_flag(name: str) -> bool:
     """Say whether a name stands on a command line by itself, as those programs have it."""
     rule = RULES.get(name)
     if isinstance(rule, Renamed):
-        return rule.is_flag or OPTIONS[rule.option].hint is bool
+        return rule.is_flag or (rule.read is None and OPTIONS[rule.option].hint is bool)
     return isinstance(rule, Settled) and isinstance(rule.accepted[0], bool)
 
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from exo_train.aliases import ACCUMULATIONS, NESTED, RULES, SCALES, NotHereError, Settled, Values
+from exo_train.alias_values import NotHereError, Values
+from exo_train.aliases import ACCUMULATIONS, NESTED, RULES, Settled
 from exo_train.config import OPTIONS
 from exo_train.errors import ConfigError
 from exo_train.options import nearest, read_values
 
-_TOGETHER = tuple(name for name in (*SCALES, *ACCUMULATIONS) if name not in OPTIONS)
+_TOGETHER = tuple(name for name in ACCUMULATIONS if name not in OPTIONS)
 _CURVE = (
     "as a mapping it is mlx-lm's; say 'lr_schedule: cosine', 'learning_rate' and 'warmup_steps'"
 )
@@ -76,7 +77,7 @@ class _Reading:
                 near = nearest(name, known_names())
                 raise ConfigError(f"{self._source}: unknown key '{raw_name}'{near}")
         for name, value in together.items():
-            (self._scale if name in SCALES else self._accumulation)(name, value)
+            self._accumulation(name, value)
         others = {option: name for option, name in self._said_as.items() if option != name}
         return OwnNames(values=self._values, notes=tuple(self._notes), said_as=others)
 
@@ -92,12 +93,6 @@ class _Reading:
             self._notes.append(f"'{name}' is read as '{option}'{shown}")
         if not values and isinstance(rule, Settled):
             self._notes.append(f"'{name}' is so anyway: {rule.because}")
-
-    def _scale(self, name: str, value: Any) -> None:
-        rank = self._one("rank", self._merged("rank"), "rank")
-        alpha = self._one("alpha", value, name) * rank
-        self._put("alpha", alpha, said_as=name)
-        self._notes.append(f"'{name}' {value} times rank {rank} is read as 'alpha' {alpha:g}")
 
     def _accumulation(self, name: str, value: Any) -> None:
         count = self._one("batch_size", value, name)

@@ -6,6 +6,7 @@ start the run again: the driver does, as with any other checkpoint.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -32,6 +33,7 @@ from exo_train.train.collecting import split_state
 from exo_train.train.disk_pause import DiskPause
 from exo_train.train.durable import disk_errors, write_durable
 from exo_train.train.left_ring import LeftRing
+from exo_train.train.loss_scaling import scale_of
 from exo_train.train.metrics import StepMetrics
 from exo_train.train.ring import Ring
 from exo_train.train.rundir import METRICS_FILE, RunDir
@@ -201,6 +203,9 @@ class History:
         before = [(int(at), loss) for at, loss in told.get("held_out_losses", [])]
         held_out = {at: loss for at, loss in self.held_out.items() if at <= step} | dict(before)
         best = Best.after(Best.of(told), step, held_out.get(step))
+        scale = scale_of(told)
+        for row in rows:
+            scale = scale.after(overflowed=row["loss"] is None or row["grad_norm"] is None)
         return {
             "tokens": told.get("tokens", 0) + sum(row["tokens"] for row in rows),
             "seconds": told.get("seconds", 0.0) + math.fsum(row["step_s"] for row in rows),
@@ -208,6 +213,7 @@ class History:
             + sum(row["loss"] is None or row["grad_norm"] is None for row in rows),
             "held_out_losses": [list(point) for point in sorted(held_out.items())],
             "best": best.to_fields() if best else None,
+            "loss_scale": dataclasses.asdict(scale),
         }
 
 

@@ -64,12 +64,19 @@ def choose_options(
         TrainConfig.from_mapping(in_file.values, source=str(file))
     on_line = to_own_names(given, source=COMMAND_LINE, weaker=in_file.values)
     place = COMMAND_LINE if given else str(file)
-    said = {**in_file.values, **on_line.values}
+    said = _over(in_file.values, on_line.values)
     values = with_adapter(said, source=place)
     config = TrainConfig.from_mapping(values, source=place)
     settled = {name: "--init-adapter" for name in values if name not in said}
     sources = settled | _sources(in_file, "file") | _sources(on_line, COMMAND_LINE)
     return ChosenOptions(config=config, sources=sources, notes=in_file.notes + on_line.notes)
+
+
+def _over(in_file: Mapping[str, Any], on_line: Mapping[str, Any]) -> dict[str, Any]:
+    """Join two places; one of scale and alpha on the line is in place of the file's other one."""
+    both = {"scale", "alpha"}
+    hidden = both if both & on_line.keys() else set[str]()
+    return {**{k: v for k, v in in_file.items() if k not in hidden}, **on_line}
 
 
 def _resumed(file: Path | None, given: Mapping[str, Any], run: Path) -> ChosenOptions:

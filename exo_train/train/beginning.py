@@ -6,17 +6,14 @@ Owns the names of these facts in the `begin` event. Pure; must not decide any of
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from exo_train.backends.lora import is_adapter
+from exo_train.backends.lora import adapter_sentence, count_trainable
 from exo_train.config import TrainConfig
 from exo_train.models.spec import ModelSpec
-from exo_train.plan.stages import StageSpec
 from exo_train.train.loop import Data
-from exo_train.train.state_copies import state_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +36,8 @@ class RateCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Tokens are those of one epoch; `parameters` are all of the model's, tied ones once.
+    """Tokens are those of one epoch; `adapter` says what is
+    trained, in words; `parameters` are all of the model's, tied ones once.
 
     `steps` are all updates of the run, `steps_done` those that a resumed run begins after.
     """
@@ -60,6 +58,8 @@ class Beginning:
     steps_per_epoch: int
     lr_schedule: str
     learning_rate: RateCurve
+    packing: bool
+    adapter: str
     rank: int
     alpha: float
     targets: tuple[str, ...]
@@ -97,6 +97,7 @@ def beginning_of(
 ) -> Beginning:
     """Give the facts of a run of `len(rates)` updates."""
     examples = data.batches.examples
+    trainable = count_trainable(spec, config.lora)
     return Beginning(
         model=config.model,
         architecture=spec.architecture,
@@ -114,18 +115,13 @@ def beginning_of(
         steps_per_epoch=data.batches.steps_per_epoch,
         lr_schedule=config.lr_schedule,
         learning_rate=RateCurve.of(rates),
+        packing=config.packing,
+        adapter=adapter_sentence(spec, config.lora),
         rank=config.rank,
         alpha=config.alpha,
-        targets=config.targets,
+        targets=trainable.targets,
         dtype=config.dtype,
         seed=config.seed,
-        parameters=sum(math.prod(shape) for shape in spec.all_tensor_shapes().values()),
-        trainable_parameters=trainable_parameters(spec, config),
+        parameters=trainable.num_model_values,
+        trainable_parameters=trainable.num_values,
     )
-
-
-def trainable_parameters(spec: ModelSpec, config: TrainConfig) -> int:
-    """Count the values that are trained, over the whole model."""
-    whole = StageSpec(start=0, end=spec.num_layers, embedding=True, head=True)
-    layout = state_layout(spec, config.lora, config.optimizer_rule, whole)
-    return sum(math.prod(shape) for name, (_, shape) in layout.items() if is_adapter(name))

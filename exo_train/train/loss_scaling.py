@@ -8,8 +8,9 @@ the commit. Pure. The scale belongs to the run's progress, so a resumed run has 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from exo_train.plan.plan import Plan
 from exo_train.train.learning_rate import clip_scale
@@ -35,6 +36,11 @@ class LossScale:
 
 
 FIRST = LossScale()
+
+
+def scale_of(state: Mapping[str, Any]) -> LossScale:
+    """Give the scale that a checkpoint's state has; the first where it has none."""
+    return LossScale(**state["loss_scale"]) if "loss_scale" in state else FIRST
 
 
 def needs_scaling(plan: Plan) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from exo_train.plan.plan import RankPlan
-from exo_train.train.loss_scaling import FIRST, LossScale
+from exo_train.train.loss_scaling import FIRST, LossScale, scale_of
 from exo_train.train.metrics import StepMetrics, Throughput
 from exo_train.train.reckoning import Reckoning
 
@@ -33,7 +33,7 @@ class Totals:
             tokens=int(state["tokens"]),
             seconds=float(state["seconds"]),
             num_dropped=int(state.get("num_dropped", 0)),
-            loss_scale=LossScale(**state["loss_scale"]) if "loss_scale" in state else FIRST,
+            loss_scale=scale_of(state),
         )
 
 

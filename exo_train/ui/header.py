@@ -15,9 +15,9 @@ def header_lines(begin: Beginning) -> tuple[str, ...]:
         f"data: {begin.data or 'the rows that the run keeps'}: {begin.rows} rows to train on"
         f"{held_out}; {begin.tokens:,} tokens an epoch, {begin.supervised_share:.0%} of them "
         f"supervised; at most {begin.max_seq_length} a row",
-        f"trained: {begin.trainable_parameters:,} parameters, {begin.trainable_share:.2%} of the "
-        f"model; rank {begin.rank}, alpha {begin.alpha:g}, {', '.join(begin.targets)}",
-        f"updates: {begin.steps}{resumed}, of {begin.batch_size} rows; {begin.epochs:.3g} epochs "
+        f"trained: {begin.adapter}",
+        f"updates: {begin.steps}{resumed}, of {begin.batch_size} "
+        f"{'packed sequences' if begin.packing else 'rows'}; {begin.epochs:.3g} epochs "
         f"of {begin.steps_per_epoch}; {_rate_words(begin.lr_schedule, begin.learning_rate)}",
         f"run directory: {begin.run_dir}",
     )

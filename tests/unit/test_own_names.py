@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from exo_train.agent.chosen_options import choose_options
-from exo_train.aliases import RULES
+from exo_train.aliases import RULES, is_flag
 from exo_train.cli.main import app
 from exo_train.config import ALL_TARGETS, OPTIONS, TrainConfig
 from exo_train.errors import ConfigError
@@ -72,7 +72,7 @@ def test_file_of_mlx_lm_alone_is_enough(tmp_path: Path) -> None:
     assert (config.rank, config.alpha, config.dropout) == (4, 12.0, 0.1)
     assert config.lora.scale == 3.0
     assert config.targets == ("q_proj", "v_proj")
-    assert "'lora_parameters.scale' 3.0 times rank 4 is read as 'alpha' 12" in chosen.notes
+    assert "'lora_parameters.scale' is read as 'scale'" in chosen.notes
     assert chosen.sources["rank"] == "file, as lora_parameters.rank"
 
 
@@ -158,6 +158,18 @@ def test_what_is_not_here_may_be_switched_off() -> None:
     for name in missing:
         assert _read(**{name: False}) == {}
         assert "there is nothing like it here" in _refusal(**{name: True})
+
+
+def test_what_has_a_meaning_here_by_now_is_read() -> None:
+    assert _read(optim="paged_adamw_8bit") == {"optimizer": "adamw"}
+    assert _read(resume_adapter_file="out/adapters.safetensors") == {"init_adapter": "out"}
+    assert _read(fine_tune_type="dora") == {"dora": True}
+    assert not is_flag("fine_tune_type")  # its value is a word
+    assert _read(adapter="qlora", load_in_4bit=True) == {"quantize": 4}
+    rslora = TrainConfig.from_mapping(
+        _read(lora_parameters={"rank": 16, "scale": 20}, use_rslora=True), source=""
+    )
+    assert (rslora.alpha, rslora.lora.scale) == (80.0, 20.0)
 
 
 def test_unknown_name_is_refused_with_the_nearest_of_all() -> None:

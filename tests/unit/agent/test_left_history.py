@@ -94,6 +94,7 @@ def test_a_checkpoint_of_memory_counts_on_from_the_one_before() -> None:
         "num_dropped": 2,
         "held_out_losses": [[0, 3.0], [4, 1.5]],
         "best": {"step": 4, "metric": 1.5},
+        "loss_scale": {"value": 2048.0, "num_good": 1},  # step 3 was dropped
     }
 
 

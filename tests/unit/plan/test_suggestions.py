@@ -52,6 +52,12 @@ def test_the_sentence_says_what_is_missing_and_what_would_fit():
     )
 
 
+def test_a_run_whose_strength_is_said_as_a_scale_is_advised_all_the_same():
+    with_alpha = attempt(10.5, 10.5, max_seq_length=2048)
+    with_scale = attempt(10.5, 10.5, max_seq_length=2048, scale=2.0)
+    assert refusal(with_scale, LLAMA_8B) == refusal(with_alpha, LLAMA_8B)
+
+
 def test_a_pair_is_tried_where_no_single_change_is_enough():
     found = by_change(attempt(9.2, 9.2, max_seq_length=2048))
     assert not found["--checkpoint-activations"].fits

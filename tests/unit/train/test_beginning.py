@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from exo_train.backends.lora import initial_adapter
+from exo_train.backends.lora import count_trainable, initial_adapter
 from exo_train.config import TrainConfig
 from exo_train.models.open import open_model
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.stages import StageSpec
 from exo_train.train.batches import BatchPlan
-from exo_train.train.beginning import Beginning, beginning_of, trainable_parameters
+from exo_train.train.beginning import Beginning, beginning_of
 from exo_train.train.examples import Example
 from exo_train.train.loop import Data
 from exo_train.ui.run_screen import JsonScreen, LiveScreen, PlainScreen
@@ -51,7 +51,8 @@ def test_trainable_parameters_are_those_that_stages_make(
     config = replace(CONFIG, targets=targets)
     whole = StageSpec(start=0, end=spec.num_layers, embedding=True, head=True)
     arrays = initial_adapter(spec, whole, config.lora, seed=0, init="zero")
-    assert trainable_parameters(spec, config) == sum(np.size(a) for a in arrays.values())
+    found = count_trainable(spec, config.lora)
+    assert found.num_values == sum(np.size(a) for a in arrays.values())
 
 
 def test_parameters_are_those_of_the_files(tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_header_says_them(spec: ModelSpec, kind: type[LiveScreen] | type[PlainSc
     text = out.getvalue()
     assert "tiny (llama, 4 layers, " in text
     assert "rows.jsonl: 5 rows to train on, 1 held out; 20 tokens an epoch, 25% of them" in text
-    assert "rank 4, alpha 16, q_proj, k_proj" in text
+    assert "trained: LoRA of rank 4 on q_proj, k_proj" in text
     assert "updates: 6, 2 of them done, of 2 rows; 2 epochs of 3; " in text
     assert "learning rate 0.0001 rising to 0.0003 at update 3, cosine to 0 at the last" in text
 
