@@ -192,7 +192,8 @@ def test_the_hub_carries_what_it_promises_to_three_hosts(three: Lan) -> None:
     speed, busy_share = _bulk(three, (2, 3))
     print(f"{speed * 8 / 1e6:.0f} Mbit/s with {busy_share:.0%} of a core")
     assert speed > MIN_BYTES_PER_S
-    assert busy_share < 0.9, f"{speed * 8 / 1e6:.0f} Mbit/s"
+    # Bulk takes whatever a core gives: what counts is the part that the promise needs.
+    assert busy_share * MIN_BYTES_PER_S / speed < 0.3, f"{speed * 8 / 1e6:.0f} Mbit/s"
 
 
 def test_one_air_is_shared_by_its_hosts_and_stalls(three: Lan) -> None:
