@@ -31,7 +31,7 @@ from exo_train.peer import NodeId
 from exo_train.plan.plan import Plan
 from exo_train.train.batches import BatchPlan, split_microbatches
 from exo_train.train.examples import Example
-from exo_train.train.loop import clip_scale
+from exo_train.train.learning_rate import clip_scale
 from exo_train.train.ring import Ring, WeightsAccess
 
 STEPS = 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from source_tree import GENERATED, PACKAGE, ROOT, place, syntax_tree
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-LARGE_FOR_A_REASON = {}
+LARGE_FOR_A_REASON: dict[str, str] = {}
 SAY_NOTHING = {"util", "utils", "common", "helper", "helpers", "manager", "misc"}
 
 
@@ -49,3 +50,9 @@ def test_every_module_says_what_it_is_for() -> None:
     for path in _python_files():
         if path.read_text("utf-8").strip():
             assert ast.get_docstring(syntax_tree(path)), f"{place(path)} has no docstring"
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by their names alone."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
