@@ -52,8 +52,6 @@ def read_held_out(value: Any) -> Values:
     number = _number(value, "a number of rows, or a share of them")
     if number >= 1 or number == 0:
         return {"val_rows": value}
-    if "val_split" not in OPTIONS:
-        raise NotHereError("say 'val_rows', a number of rows and no share of them")
     return {"val_split": value}
 
 

@@ -43,9 +43,6 @@ class Renamed:
     about: str = ""
     is_flag: bool = False  # true where it stands on a command line without a value
 
-    def is_here(self) -> bool:
-        return self.option in OPTIONS
-
     def values(self, value: Any) -> Values:
         return {self.option: value} if self.read is None else self.read(value)
 
@@ -62,9 +59,6 @@ class Settled:
     because: str
     instead: str
 
-    def is_here(self) -> bool:
-        return True
-
     def values(self, value: Any) -> Values:
         if not any(_same(value, each) for each in self.accepted):
             raise NotHereError(self.instead)
@@ -79,9 +73,6 @@ class Settled:
 class Refused:
     names: tuple[str, ...]
     instead: str
-
-    def is_here(self) -> bool:
-        return True
 
     def values(self, value: Any) -> Values:
         raise NotHereError(self.instead)
@@ -157,12 +148,6 @@ _TABLE: tuple[Rule, ...] = (
         read=read_last_layers,
         about="the last so many; -1: all",
     ),
-    Settled(
-        names=("num_layers", "lora_layers"),
-        accepted=(-1,),
-        because="all layers get adapters",
-        instead="all layers get adapters here; leave it out",
-    ),
     Renamed(names=("template",), option="chat_template"),
     Renamed(names=("use_rslora", "peft_use_rslora"), option="rslora"),
     Renamed(names=("use_dora", "peft_use_dora"), option="dora"),
@@ -233,7 +218,7 @@ _TABLE: tuple[Rule, ...] = (
     ),
     Renamed(names=("fine_tune_type",), option="dora", read=read_kind, about="where it is `dora`"),
     Settled(
-        names=("fine_tune_type", "finetuning_type", "adapter"),
+        names=("finetuning_type", "adapter"),
         accepted=("lora", "qlora"),
         because="what is trained is a LoRA adapter",
         instead="only LoRA adapters are trained: lora, or leave it out",
@@ -273,42 +258,9 @@ _TABLE: tuple[Rule, ...] = (
 )
 NESTED = "lora_parameters"  # mlx-lm's, with what is in it
 ACCUMULATIONS = ("gradient_accumulation_steps", "grad_accumulation_steps")
-# Values that need another option's.
-_TOGETHER = (
-    (
-        ACCUMULATIONS,
-        "read as `batch_size`: times `microbatch_size`; refused where that is not said",
-    ),
-)
+_ACCUMULATED = "read as `batch_size`: times `microbatch_size`; refused where that is not said"
 
-
-_NOTHING_LIKE_IT = "there is nothing like it here; leave it out"
-
-
-def _rules() -> dict[str, Rule]:
-    """Give the first rule of each name whose option is here.
-
-    What is not here may be switched off in a file that is used elsewhere, too.
-    """
-    rules: dict[str, Rule] = {}
-    for rule in _TABLE:
-        if rule.is_here():
-            rules |= {name: rules.get(name, rule) for name in rule.names if name not in OPTIONS}
-    nothing = {
-        name: Settled(
-            names=rule.names,
-            accepted=(False,),
-            because="there is nothing like it here",
-            instead=_NOTHING_LIKE_IT,
-        )
-        for rule in _TABLE
-        for name in rule.names
-        if name not in OPTIONS
-    }
-    return nothing | rules
-
-
-RULES = _rules()
+RULES = {name: rule for rule in _TABLE for name in rule.names}
 
 
 def is_flag(name: str) -> bool:
@@ -326,5 +278,4 @@ def foreign_names() -> Iterator[tuple[str, str]]:
         by_meaning.setdefault(rule.cells(), []).append(name)
     for cells, names in by_meaning.items():
         yield ", ".join(f"`{name}`" for name in names), cells
-    for group, about in _TOGETHER:
-        yield ", ".join(f"`{name}`" for name in group if name not in OPTIONS), about
+    yield ", ".join(f"`{name}`" for name in ACCUMULATIONS), _ACCUMULATED

@@ -16,7 +16,6 @@ from exo_train.config import OPTIONS
 from exo_train.errors import ConfigError
 from exo_train.options import nearest, read_values
 
-_TOGETHER = tuple(name for name in ACCUMULATIONS if name not in OPTIONS)
 _CURVE = (
     "as a mapping it is mlx-lm's; say 'lr_schedule: cosine', 'learning_rate' and 'warmup_steps'"
 )
@@ -33,11 +32,11 @@ class OwnNames:
 
 def is_foreign(name: str) -> bool:
     """Say whether `name` (with underscores) is known, and no option of ours."""
-    return name in RULES or name in _TOGETHER
+    return name in RULES or name in ACCUMULATIONS
 
 
 def known_names() -> tuple[str, ...]:
-    return (*OPTIONS, *RULES, *_TOGETHER)
+    return (*OPTIONS, *RULES, *ACCUMULATIONS)
 
 
 def to_own_names(
@@ -68,7 +67,7 @@ class _Reading:
                 self._refuse(name, _CURVE)
             if name in OPTIONS:
                 self._put(name, value, said_as=name)
-            elif name in _TOGETHER:
+            elif name in ACCUMULATIONS:
                 together[name] = value
             elif name in RULES:
                 if value is not None:  # `null` is how their files say nothing

@@ -16,7 +16,7 @@ from exo_train.agent.generation import Generator
 from exo_train.agent.run_data import encode_data, rows_of_run
 from exo_train.agent.run_template import with_kept_template
 from exo_train.cluster.home import Home
-from exo_train.config import OPTIONS, TrainConfig
+from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, NumericsError
 from exo_train.models.hub import resolve_model
 from exo_train.models.open import open_model
@@ -29,7 +29,12 @@ from exo_train.train.rundir import CONFIG_FILE, RunDir
 SCHEMA = 1
 MICROBATCH_SIZE = 4
 # Options that would set rows aside or join them; each row counts once, by itself.
-_AS_THEY_ARE = {"val_rows": 0, "val_split": 0.0, "packing": False, "group_by_length": False}
+_AS_THEY_ARE: dict[str, Any] = {
+    "val_rows": 0,
+    "val_split": 0.0,
+    "packing": False,
+    "group_by_length": False,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +177,8 @@ def _config(run: Path | None, options: EvaluationOptions) -> TrainConfig:
         config = with_kept_template(config, run)
         if options.max_seq_length and not options.data:
             raise ConfigError("--max-seq-length is for --data: the run's own rows are cut already")
-    as_they_are: dict[str, Any] = {k: v for k, v in _AS_THEY_ARE.items() if k in OPTIONS}
     length = options.max_seq_length or config.max_seq_length
-    return replace(config, data=options.data, max_seq_length=length, **as_they_are)
+    return replace(config, data=options.data, max_seq_length=length, **_AS_THEY_ARE)
 
 
 def _kept(run: Path, vocab_size: int) -> tuple[Example, ...]:

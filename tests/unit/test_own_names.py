@@ -153,13 +153,6 @@ def test_what_cannot_be_meant_is_refused() -> None:
     assert "say 'data'" in _refusal(datasets=[{"path": "a"}, {"path": "b"}])
 
 
-def test_what_is_not_here_may_be_switched_off() -> None:
-    missing = [name for name, rule in RULES.items() if "nothing like it" in rule.cells()]
-    for name in missing:
-        assert _read(**{name: False}) == {}
-        assert "there is nothing like it here" in _refusal(**{name: True})
-
-
 def test_what_has_a_meaning_here_by_now_is_read() -> None:
     assert _read(optim="paged_adamw_8bit") == {"optimizer": "adamw"}
     assert _read(resume_adapter_file="out/adapters.safetensors") == {"init_adapter": "out"}
