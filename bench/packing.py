@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from bench.random_models import SHAPES, random_spec
-from exo_train.backends.base import MicrobatchInput, Stage, StageOptions
+from exo_train.backends.base import Stage, StageOptions
 from exo_train.config import LoraConfig, TrainConfig
 from exo_train.plan.stages import StageSpec
 from exo_train.train.batches import BatchPlan, Microbatch, plan_batches, split_microbatches
@@ -118,16 +118,7 @@ def epoch(stage: Stage, given: Sequence[Microbatch]) -> tuple[float, float]:
     stage.begin_step(step=0, loss_scale=1e-4)
     started_s = time.perf_counter()
     for microbatch in given:
-        stage.forward(
-            MicrobatchInput(
-                index=microbatch.index,
-                tokens_BT=microbatch.tokens_BT,
-                targets_BT=microbatch.targets_BT,
-                mask_BT=microbatch.mask_BT,
-                row_keys=microbatch.row_keys,
-                row_starts=microbatch.row_starts,
-            )
-        )
+        stage.forward(microbatch.to_input())
         stage.backward(microbatch.index, None)
     return stage.loss_sum(), time.perf_counter() - started_s
 

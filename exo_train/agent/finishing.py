@@ -130,8 +130,7 @@ class Finish:
             num_layers=plan.num_layers,
             steps=int(checkpoint.optimizer["step"]),  # dropped steps trained nothing
         )
-        for path in (paths.peft, paths.mlx):
-            save_tokenizer(self.run_dir.path, path, model_path=self.model.path)
+        save_tokenizer(self.run_dir.path, paths.peft, paths.mlx, model_path=self.model.path)
         return paths
 
     def _devices(self) -> tuple[DeviceSummary, ...]:

@@ -48,8 +48,8 @@ def tokenizer_of_run(run_dir: Path, *, model_path: Path) -> PreTrainedTokenizerF
     return tokenizer
 
 
-def save_tokenizer(run_dir: Path, folder: Path, *, model_path: Path) -> None:
-    """Write the run's tokenizer files beside an adapter, with the template it was trained with.
+def save_tokenizer(run_dir: Path, *folders: Path, model_path: Path) -> None:
+    """Write the run's tokenizer files beside its adapters, with the template it was trained with.
 
     Its EOS is then what ends a turn: other programs stop there. Not where the template writes EOS
     by that name, as it would write another token.
@@ -59,4 +59,5 @@ def save_tokenizer(run_dir: Path, folder: Path, *, model_path: Path) -> None:
         end = end_of_turn(tokenizer)
         if end is not None:
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
-    tokenizer.save_pretrained(str(folder))
+    for folder in folders:
+        tokenizer.save_pretrained(str(folder))

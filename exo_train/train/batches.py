@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from exo_train.backends.base import MicrobatchInput
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.train.examples import Example
@@ -105,6 +106,18 @@ class Microbatch:
     row_starts: tuple[int, ...] = ()
     row_lengths: tuple[int, ...] = ()  # positions without pads
 
+    def to_input(self) -> MicrobatchInput:
+        """Give what a stage needs that is the whole model."""
+        return MicrobatchInput(
+            index=self.index,
+            tokens_BT=self.tokens_BT,
+            targets_BT=self.targets_BT,
+            mask_BT=self.mask_BT,
+            row_keys=self.row_keys,
+            row_starts=self.row_starts,
+            row_lengths=self.row_lengths,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
@@ -167,11 +180,12 @@ class BatchPlan:
         """Say how much of what an epoch computes is padding, and what helps if it is much."""
         steps = [self.batch_for_step(step) for step in range(self.steps_per_epoch)]
         tokens = sum(step.num_tokens for step in steps)
-        positions = sum(
-            step.num_positions(microbatch_size=microbatch_size, max_seq_length=max_seq_length)
+        padded = sum(
+            step.num_padded_tokens(microbatch_size=microbatch_size, max_seq_length=max_seq_length)
             for step in steps
         )
-        share = 1 - tokens / positions
+        positions = tokens + padded
+        share = padded / positions
         said = f"an epoch computes {positions} positions for {tokens} tokens: {share:.0%} padding"
         if share > MUCH_PADDING and not (self.packed_length or self.group_by_length):
             said += "; --packing or --group-by-length makes it less"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from exo_train.backends.base import MicrobatchInput, Stage
+from exo_train.backends.base import Stage
 from exo_train.config import TrainConfig
 from exo_train.train.batches import Microbatch, evaluation_batches, split_microbatches
 from exo_train.train.examples import Example
@@ -44,15 +44,7 @@ def loss_on_one_device(
     for microbatch in _microbatches(
         held_out, microbatch_size=microbatch_size, max_seq_length=max_seq_length
     ):
-        loss_sum = stage.evaluate(
-            MicrobatchInput(
-                index=microbatch.index,
-                tokens_BT=microbatch.tokens_BT,
-                targets_BT=microbatch.targets_BT,
-                mask_BT=microbatch.mask_BT,
-                row_keys=microbatch.row_keys,
-            )
-        )
+        loss_sum = stage.evaluate(microbatch.to_input())
         assert isinstance(loss_sum, float), "the stage has no head"
         sums.append(loss_sum)
     return math.fsum(sums) / _num_supervised(held_out)
