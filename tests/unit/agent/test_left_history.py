@@ -96,6 +96,9 @@ def test_a_checkpoint_of_memory_counts_on_from_the_one_before() -> None:
         "best": {"step": 4, "metric": 1.5},
         "loss_scale": {"value": 2048.0, "num_good": 1},  # step 3 was dropped
     }
+    settled = told | {"loss_scale": {"value": 256.0, "num_good": 7}}
+    after = history.state(settled, since=2, step=4)["loss_scale"]
+    assert after == {"value": 128.0, "num_good": 1}
 
 
 def test_who_leads_a_later_ring_of_the_run_has_taken_it_over() -> None:
