@@ -30,6 +30,7 @@ MAX_QUEUED_MESSAGES = 4096
 MAX_RUN_ID_CHARS = 64
 # A worker whose driver was lost keeps all it has in memory for so long.
 LEASE_S = 120.0
+STANDS_STILL_S = 5.0  # a worker that was not heard for so long is not asked to end, but killed
 BREAK_TOLD_S = 1.0
 BREAK_POLL_S = 0.02
 LEASE_VARIABLE = "EXO_TRAIN_TEST_LEASE_S"  # another one, for tests
@@ -159,7 +160,7 @@ class RunSession:
         finally:
             self._let_go(stream)
             if not stream.kept:
-                self._worker.stop()
+                self._end_worker()
 
     def adopt(self, first: pb.RunMessage, driver: NodeId) -> None:
         """Go on under another driver, whose stream `serve` gets next: `prepared` is answered.
@@ -181,7 +182,7 @@ class RunSession:
         error = LeftRankError(f"{self._name} (rank {self.rank}) left the run: its agent was ended")
         self._say(self._message(failure=to_failure(error)))
         self._say(None)
-        self._worker.stop()
+        self._end_worker()
 
     def _messages(self, context: grpc.ServicerContext, stream: _Stream) -> Iterator[pb.RunMessage]:
         beat_at_s = time.monotonic() + HEARTBEAT_S
@@ -252,7 +253,7 @@ class RunSession:
                 self._lease_s,
             )
         else:
-            self._worker.stop()
+            self._end_worker()
 
     def _end_lease(self) -> None:
         with self._lock:
@@ -267,7 +268,10 @@ class RunSession:
             self.run_id,
             self._lease_s,
         )
-        self._worker.stop()
+        self._end_worker()
+
+    def _end_worker(self) -> None:
+        self._worker.stop(at_once=self.silent_s > STANDS_STILL_S)
 
     def _follow(self, message: pb.RunMessage) -> None:
         """Take over the generation that the driver begins, and the rank that it gives then."""

@@ -71,15 +71,15 @@ class WorkerProcess:
             self._process.stdin.write(frame(message))
             self._process.stdin.flush()
 
-    def stop(self) -> None:
+    def stop(self, *, at_once: bool = False) -> None:
         """End the worker: close its input, then kill it if it does not go; may be called twice.
 
         A worker that was stopped (SIGSTOP) reads nothing: who writes to it holds the pipe until the
-        worker is killed.
+        worker is killed. `at_once`: it is known to stand still, so it is not waited for.
         """
         self._stopping = True
         deadline_s = time.monotonic() + STOP_TIMEOUT_S
-        if self._write_lock.acquire(timeout=STOP_TIMEOUT_S):
+        if not at_once and self._write_lock.acquire(timeout=STOP_TIMEOUT_S):
             self._close_input()
             self._write_lock.release()
             with contextlib.suppress(subprocess.TimeoutExpired):

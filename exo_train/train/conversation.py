@@ -24,8 +24,10 @@ from exo_train.wire.pb import control_pb2 as pb
 
 SILENCE_TIMEOUT_S = 10.0  # no sign of life from a rank's agent: five heartbeats
 # The worker's own report comes every second, from a thread that computing does not hold up for
-# long; the agent goes on when a worker was stopped.
-WORKER_SILENCE_S = 12.0
+# long, but the import of a framework from a slow disk may; the agent goes on when a worker was
+# stopped.
+WORKER_SILENCE_S = 8.0
+STARTING_SILENCE_S = 20.0
 # A gap this long between two looks means that the driver itself was asleep or busy: what the
 # ranks said meanwhile has not been read yet, so silence proves nothing.
 OWN_PAUSE_S = 5.0
@@ -81,6 +83,10 @@ class Rank:
     @property
     def is_waiting(self) -> bool:
         return "waiting for" in self.progress.phase
+
+    @property
+    def is_in_step(self) -> bool:
+        return self.progress.phase.startswith("step ")
 
     @property
     def has_failed_itself(self) -> bool:
@@ -301,11 +307,12 @@ class Conversation:
             if was_away:  # what it said before that may be true no more
                 rank.progress = pb.Progress(phase=rank.progress.phase)
             silent_s = rank.progress.silent_s
-            if silent_s > WORKER_SILENCE_S and not rank.gone:
+            limit_s = WORKER_SILENCE_S if rank.is_in_step else STARTING_SILENCE_S
+            if silent_s > limit_s and not rank.gone:
                 rank.gone = True
                 rank.failure = rank.failure or LostRankError(
                     f"{rank.name}: its agent answers, but its worker has stood still for "
-                    f"{silent_s:.0f} s (limit {WORKER_SILENCE_S:.0f} s)"
+                    f"{silent_s:.0f} s (limit {limit_s:.0f} s)"
                 )
 
     def _cause(self) -> ExoTrainError:

@@ -156,12 +156,15 @@ class Trainer:
             self._evaluate()
         elif self._save_is_due():
             self._keep(self._ring.collect_state())
-        elif reason := self._regrouping.wanted(
-            steps_left=self._num_steps - progress.step, step_s=self._step_s
-        ):
+        elif reason := self._wanted():
             self._form_anew(reason)
         else:
             self._train_step(progress.step + 1)
+
+    def _wanted(self) -> str:
+        """Say who is to be taken in now; nobody before the last interruption brought a step."""
+        is_over, left = self._since_s is None, self._num_steps - self.progress.step
+        return self._regrouping.wanted(steps_left=left, step_s=self._step_s) if is_over else ""
 
     def _evaluation_is_due(self) -> bool:
         step, every = self.progress.step, self._config.eval_every

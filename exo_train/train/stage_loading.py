@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.registry import load_backend
+from exo_train.lora_config import LoraConfig
 from exo_train.models.manifest import ModelManifest
 from exo_train.models.tensors import TensorSource
+from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.plan import Plan
+from exo_train.plan.stages import StageSpec
 from exo_train.transport.base import LinkIdentity, LinkLimits, PeerIdentity
 from exo_train.wire.tensor import DType
 
@@ -18,29 +22,55 @@ Identity = TypeVar("Identity", bound=PeerIdentity)
 CONFIG_DTYPES = {"fp32": DType.FP32, "bf16": DType.BF16, "fp16": DType.FP16}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRecipe:
+    """All that a stage is made from: stages of equal recipes differ in their state only."""
+
+    model_hash: str
+    backend: str
+    device: str
+    stage: StageSpec
+    lora: LoraConfig
+    optimizer: OptimizerConfig
+    options: StageOptions
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> StageRecipe:
+        mine = plan.ranks[rank]
+        return cls(
+            model_hash=plan.model_hash,
+            backend=mine.backend,
+            device=mine.device,
+            stage=mine.stage,
+            lora=plan.lora,
+            optimizer=plan.optimizer,
+            options=StageOptions(
+                seed=plan.seed,
+                compute_dtype=CONFIG_DTYPES[mine.compute_dtype],
+                wire_dtype=CONFIG_DTYPES[plan.wire_dtype],
+                checkpoint_activations=plan.checkpoint_activations,
+                adapter_init=plan.adapter_init,
+                neftune_alpha=plan.neftune_alpha,
+                label_smoothing=plan.label_smoothing,
+                quantize=plan.quantize,
+                base_weights=mine.base_weights,
+            ),
+        )
+
+
 def load_planned_stage(
     plan: Plan, rank: int, manifest: ModelManifest, source: TensorSource
 ) -> Stage:
     """Read the rank's tensors, and no others, into its backend."""
-    mine = plan.ranks[rank]
-    return load_backend(mine.backend).load_stage(
+    recipe = StageRecipe.of(plan, rank)
+    return load_backend(recipe.backend).load_stage(
         manifest.spec,
-        mine.stage,
+        recipe.stage,
         source,
-        device=mine.device,
-        lora=plan.lora,
-        optimizer=plan.optimizer,
-        options=StageOptions(
-            seed=plan.seed,
-            compute_dtype=CONFIG_DTYPES[mine.compute_dtype],
-            wire_dtype=CONFIG_DTYPES[plan.wire_dtype],
-            checkpoint_activations=plan.checkpoint_activations,
-            adapter_init=plan.adapter_init,
-            neftune_alpha=plan.neftune_alpha,
-            label_smoothing=plan.label_smoothing,
-            quantize=plan.quantize,
-            base_weights=mine.base_weights,
-        ),
+        device=recipe.device,
+        lora=recipe.lora,
+        optimizer=recipe.optimizer,
+        options=recipe.options,
     )
 
 

@@ -11,7 +11,7 @@ import gc
 import math
 from collections.abc import Callable
 
-from exo_train.backends.base import Arrays, MicrobatchInput
+from exo_train.backends.base import Arrays, MicrobatchInput, Stage
 from exo_train.errors import ExoTrainError, ProtocolError
 from exo_train.models.manifest import ModelManifest
 from exo_train.peer import NodeId
@@ -29,7 +29,7 @@ from exo_train.train.messages import (
     to_step_id,
 )
 from exo_train.train.snapshots import MetricsTail, Snapshot, SnapshotStore
-from exo_train.train.stage_loading import LINK_TIMEOUT_S, LOAD_TIMEOUT_S
+from exo_train.train.stage_loading import LINK_TIMEOUT_S, LOAD_TIMEOUT_S, StageRecipe
 from exo_train.train.state_copies import BackgroundCopies
 from exo_train.train.surroundings import Surroundings, next_generation
 from exo_train.wire.pb import control_pb2 as pb
@@ -62,6 +62,7 @@ class StageRunner:
         self._plan: Plan | None = None
         self._token = ""
         self._executor: StageExecutor | None = None
+        self._spare: tuple[StageRecipe, Stage] | None = None  # of the plan before, while none is
         self._vocab_size = 0
         self._pending_step: int | None = None  # reported, not yet committed or dropped
         self._committed = StepId(generation=0, step=0)
@@ -178,16 +179,8 @@ class StageRunner:
         self._on_phase("connecting to neighbours", LINK_TIMEOUT_S)
         self._surroundings.hold_shadows(plan, self._rank, manifest.spec, load.token)
         below, above = self._surroundings.connect(plan, self._rank, load.token)
-        self._on_phase("loading tensors", LOAD_TIMEOUT_S)
-        source = self._surroundings.tensors(
-            manifest,
-            from_endpoints(load.weights_endpoints),
-            token=load.token,
-            peer=load.coordinator_name,
-            peer_id=NodeId(load.coordinator_id),
-        )
         return StageExecutor(
-            stage=self._surroundings.load_stage(plan, self._rank, manifest, source),
+            stage=self._spared(plan, load) or self._loaded_stage(plan, load, manifest),
             rank=self._rank,
             num_ranks=len(plan.ranks),
             schedule_name=plan.pipeline_schedule,
@@ -199,18 +192,47 @@ class StageRunner:
             check=functools.partial(self._surroundings.check, plan),
         )
 
+    def _loaded_stage(self, plan: Plan, load: pb.Load, manifest: ModelManifest) -> Stage:
+        self._on_phase("loading tensors", LOAD_TIMEOUT_S)
+        source = self._surroundings.tensors(
+            manifest,
+            from_endpoints(load.weights_endpoints),
+            token=load.token,
+            peer=load.coordinator_name,
+            peer_id=NodeId(load.coordinator_id),
+        )
+        return self._surroundings.load_stage(plan, self._rank, manifest, source)
+
+    def _spared(self, plan: Plan, load: pb.Load) -> Stage | None:
+        """Give the stage of the plan before if it serves this one; else it is gone from memory.
+
+        Its state is stale: that of `committed_step` is sent, but none is for the run's start.
+        """
+        spare, self._spare = self._spare, None
+        if spare and load.committed_step and spare[0] == StageRecipe.of(plan, self._rank):
+            return spare[1]
+        del spare
+        gc.collect()  # it may hang in cycles, and the next one needs its memory
+        return None
+
+    def _set_aside(self, executor: StageExecutor, plan: Plan) -> None:
+        """Keep the stage, without what a step has left in it, for the next plan to use."""
+        executor.stage.begin_step(step=0, loss_scale=1.0)
+        self._spare = StageRecipe.of(plan, executor.rank), executor.stage
+
     def _rewind(self, message: pb.RunMessage) -> None:
         generation = message.generation
         if generation == self._generation and self._executor is not None:
             raise ProtocolError(f"asked to rewind to generation {generation}, which goes on here")
         self._surroundings.interrupt(next_generation(message), before=generation)
         self._copies.forget()
-        if self._executor is not None and not (self._missing or self._is_applying):
-            self._keep(self._executor, self._plan_in_use())
+        if self._executor is not None:
+            if not (self._missing or self._is_applying):
+                self._keep(self._executor, self._plan_in_use())
+            self._set_aside(self._executor, self._plan_in_use())
         self._executor, self._plan = None, None
         self._pending_step, self._is_applying, self._failed = None, False, False
         self._inputs, self._assembler = [], StateAssembler()
-        gc.collect()  # the stage may hang in cycles, and the next one needs its memory
         self._generation = generation
         self._on_phase("waiting for a new plan")
         holdings = [

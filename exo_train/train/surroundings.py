@@ -51,7 +51,7 @@ class Surroundings(Protocol):
     def load_stage(
         self, plan: Plan, rank: int, manifest: ModelManifest, source: TensorSource
     ) -> Stage:
-        """Load the rank's stage; an earlier one is gone from memory by then."""
+        """Load the rank's stage; an earlier one, which does not serve, is gone from memory."""
         ...
 
     def fetched_bytes(self) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from exo_train.agent import run_session, worker_process
 from exo_train.agent.run_session import RunSession, WorkerSettings
 from exo_train.backends.registry import available_backends
 from exo_train.cluster.home import Home
@@ -148,6 +149,18 @@ def test_a_worker_that_stands_still_is_told_and_can_be_ended(stream: Stream) -> 
     stream.worker.send_signal(signal.SIGSTOP)
     told = stream.progress(lambda m: m.progress.silent_s > 2.5)
     assert told.generation == 1
+    stream.end()
+
+
+def test_a_worker_that_has_stood_still_for_long_is_killed_with_its_stream(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring waits for its end; whoever reads nothing cannot be asked."""
+    monkeypatch.setattr(worker_process, "STOP_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(run_session, "STANDS_STILL_S", 1.5)
+    stream.hear("prepared")
+    stream.worker.send_signal(signal.SIGSTOP)
+    stream.progress(lambda m: m.progress.silent_s > 1.5)
     stream.end()
 
 

@@ -13,6 +13,7 @@ import grpc
 import psutil
 import pytest
 
+from exo_train.agent import worker_process
 from exo_train.agent.worker_process import WorkerProcess
 from exo_train.backends.registry import available_backends
 from exo_train.cluster.home import Home
@@ -115,6 +116,16 @@ def test_noise_on_the_pipe_ends_the_worker_with_a_reason(talk: Talk) -> None:
 def test_a_worker_that_does_not_listen_is_killed(talk: Talk) -> None:
     talk.worker.send(b"deaf")
     talk.worker.stop()
+    assert talk.exit_reason() == ""
+
+
+@posix_only
+def test_a_worker_that_stands_still_is_not_waited_for(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "STOP_TIMEOUT_S", 600.0)
+    talk.process.send_signal(signal.SIGSTOP)
+    talk.worker.stop(at_once=True)
     assert talk.exit_reason() == ""
 
 

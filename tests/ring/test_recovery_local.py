@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from exo_train.agent.recovery import Recovery
 from exo_train.config import TrainConfig
 from tests.ring.local_household import Disturbed, household_of, only_memory, run_in
 
@@ -53,3 +54,26 @@ def test_killed_device_costs_at_most_one_step(
     (interruption,) = disturbed.progress.interruptions
     assert interruption.steps_lost <= 1
     assert disturbed.plan.generation == 2
+
+
+def test_nobody_is_taken_in_between_a_loss_and_the_next_step(
+    tiny_model: Path,
+    short: TrainConfig,
+    undisturbed: Disturbed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ring would be formed twice, and all wait for it, before anything is trained."""
+    fault = f"kill@step=3,phase=forward,once={tmp_path}"
+    household = household_of(tiny_model, BACKENDS, faults={"device1": fault})
+    offers = ["device1 can take part"]
+
+    def wanted(self: Recovery, **now: float) -> str:
+        return offers.pop() if offers and self.chosen.plan.generation > 1 else ""
+
+    monkeypatch.setattr(Recovery, "wanted", wanted)
+    disturbed = run_in(household, tmp_path / "run", short)
+    assert disturbed.losses == pytest.approx(undisturbed.losses, rel=1e-5)
+    loss, taken_in = disturbed.progress.interruptions
+    assert (loss.step, taken_in.step) == (2, 3)
+    assert taken_in.reason == "device1 can take part"

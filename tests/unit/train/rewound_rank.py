@@ -39,10 +39,11 @@ class CountingStage:
 
     def __init__(self) -> None:
         self.adapter_value = np.zeros(1, np.float32)
-        self.num_updates = 0
+        self.num_updates = self.begun = 0
         self.fails_in = ""
 
-    def begin_step(self, *, step: int, loss_scale: float) -> None: ...
+    def begin_step(self, *, step: int, loss_scale: float) -> None:
+        self.begun = step
 
     def forward(self, microbatch: MicrobatchInput) -> HostTensor | None:
         self._fail_in("forward")

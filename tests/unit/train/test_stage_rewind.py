@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,14 +44,11 @@ def failure_of(answer: pb.RunMessage) -> str:
     return answer.failure.message
 
 
-def test_a_rewind_gives_the_last_committed_state_and_frees_the_stage(talk: Talk) -> None:
+def test_a_rewind_gives_the_last_committed_state(talk: Talk) -> None:
     talk.load()
     talk.train(1, 2)
-    stage = talk.around.stage
     assert talk.rewind(2) == [point(2)]
     assert talk.around.interrupted == [2], "the links of generation 1 are cut"
-    assert stage is not None
-    assert stage() is None, "the next stage needs its memory"
     held = talk.held(point(2))
     assert held.keys() == {NAME, "step"}
     assert (float(held[NAME][0]), int(held["step"])) == (1 + 2, 2)
@@ -222,7 +220,62 @@ def test_a_load_brings_the_new_rank_and_drops_what_came_after_its_point(talk: Ta
     assert float(talk.held(point(1))[NAME][0]) == 1
 
 
-def test_a_stage_is_gone_before_the_next_one_is_loaded(talk: Talk) -> None:
+def test_a_stage_serves_the_next_plan_with_the_state_that_is_sent(talk: Talk) -> None:
+    """Whoever stays has its layers already: only their state goes back."""
+    talk.load()
+    talk.train(1)
+    talk.step(2)
+    stage = talk.stage
+    talk.rewind(2)
+    assert stage.begun == 0, "what a step has left in it is dropped at once"
+    talk.load(point(1))
+    assert talk.stage is stage
+    assert talk.around.loaded_ranks == [0]
+    assert "has not come yet" in failure_of(talk.mark(point(1))[0])
+    stage.adapter_value[:] = 7.0
+    talk.rewind(3)
+    talk.load(point(1))
+    for kind in (pb.ADAPTER, pb.OPTIMIZER):
+        talk.give(kind, talk.held(point(1)))
+    talk.train(2)
+    assert talk.rewind(4) == [point(1), point(2, 3)]
+    assert float(talk.held(point(2, 3))[NAME][0]) == 1 + 2
+
+
+def test_a_stage_survives_a_load_that_failed_at_its_links(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk.load()
+    talk.train(1)
+    talk.rewind(2)
+    with monkeypatch.context() as context:
+        context.setattr(talk.around, "connect", _unreachable)
+        assert "nobody is there" in failure_of(talk.load(point(1)))
+    talk.rewind(3)
+    assert talk.load(point(1)).WhichOneof("body") == "loaded"
+    assert talk.around.loaded_ranks == [0]
+
+
+def _unreachable(*args: object) -> None:
+    raise PeerLostError("nobody is there")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"seed": 8}, {"checkpoint_activations": True}, {"label_smoothing": 0.1}]
+)
+def test_a_stage_that_does_not_serve_is_gone_before_the_next_one_is_loaded(
+    talk: Talk, changed: dict[str, Any]
+) -> None:
+    talk.load()
+    talk.train(1)
+    talk.rewind(2)
+    talk.plan = replace(talk.plan, **changed)
+    talk.load(point(1))
+    assert talk.around.stages_alive == [False, False]
+
+
+def test_the_runs_start_has_a_stage_of_its_own(talk: Talk) -> None:
+    """No state is sent for it, so a stage that has trained cannot serve."""
     talk.load()
     talk.train(1)
     talk.rewind(2)
@@ -230,6 +283,9 @@ def test_a_stage_is_gone_before_the_next_one_is_loaded(talk: Talk) -> None:
     talk.rewind(3)
     talk.load()
     assert talk.around.stages_alive == [False, False, False]
+    talk.train(1)
+    talk.rewind(4)
+    assert float(talk.held(point(1, 3))[NAME][0]) == 1
 
 
 def test_a_load_without_a_rewind_is_refused(talk: Talk) -> None:
