@@ -83,6 +83,7 @@ class GrpcSurroundings:
         self._model = model  # when the model lies on this device's own disk
         self._server: DataServer | None = None
         self._links: list[Link] = []
+        self._own: TensorSource | None = None  # that model, once opened
         self._source: RemoteSource | None = None
         self._store = SnapshotStore()
         self._generations = Generations()
@@ -135,8 +136,9 @@ class GrpcSurroundings:
     ) -> TensorSource:
         self._stopper.check()
         if self._model is not None:
-            _, own = open_model(self._model)
-            return StoppableSource(own, self._stopper)
+            if self._own is None:  # a GGUF takes seconds to open, for its vocabulary
+                _, self._own = open_model(self._model)
+            return StoppableSource(self._own, self._stopper)
         tls = self._tls.to(peer_id)
         self._source = RemoteSource(
             all_dialable(addresses),

@@ -250,3 +250,8 @@ def point(step: int, generation: int = 1) -> StepId:
 
 def to_id(at: StepId) -> pb.StepId:
     return pb.StepId(generation=at.generation, step=at.step)
+
+
+def failure_of(answer: pb.RunMessage) -> str:
+    assert answer.WhichOneof("body") == "failure", answer
+    return answer.failure.message

@@ -5,43 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from rewound_rank import NAME, WAIT_S, Conversation, point
+from rewound_rank import NAME, WAIT_S, Conversation, failure_of, point
 
 from exo_train.agent.planning import make_plan
 from exo_train.errors import PeerLostError
 from exo_train.models.manifest import ModelManifest
 from exo_train.plan.history import StepId
-from exo_train.plan.plan import Plan
 from exo_train.wire.pb import control_pb2 as pb
-from tests.ring.rings import CONFIG, candidates, manifest_of
-from tests.tiny_models import make_tiny_model
+from tests.ring.rings import CONFIG, candidates
 
 START = point(0, 0)
 Talk = Conversation
-
-
-@pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> ModelManifest:
-    return manifest_of(make_tiny_model(tmp_path_factory.mktemp("rewind") / "m", num_layers=2))
-
-
-@pytest.fixture(scope="module")
-def plan(manifest: ModelManifest) -> Plan:
-    return make_plan(candidates(["torch", "torch"]), CONFIG, manifest, cluster="test")
-
-
-@pytest.fixture
-def talk(plan: Plan, manifest: ModelManifest) -> Talk:
-    return Conversation(plan, manifest)
-
-
-def failure_of(answer: pb.RunMessage) -> str:
-    assert answer.WhichOneof("body") == "failure", answer
-    return answer.failure.message
 
 
 def test_a_rewind_gives_the_last_committed_state(talk: Talk) -> None:
@@ -218,74 +195,6 @@ def test_a_load_brings_the_new_rank_and_drops_what_came_after_its_point(talk: Ta
     assert talk.around.loaded_ranks == [0, 1]
     assert talk.held(point(2)) == {}, "the ring went back before it: it is another history"
     assert float(talk.held(point(1))[NAME][0]) == 1
-
-
-def test_a_stage_serves_the_next_plan_with_the_state_that_is_sent(talk: Talk) -> None:
-    """Whoever stays has its layers already: only their state goes back."""
-    talk.load()
-    talk.train(1)
-    talk.step(2)
-    stage = talk.stage
-    talk.rewind(2)
-    assert stage.begun == 0, "what a step has left in it is dropped at once"
-    talk.load(point(1))
-    assert talk.stage is stage
-    assert talk.around.loaded_ranks == [0]
-    assert "has not come yet" in failure_of(talk.mark(point(1))[0])
-    stage.adapter_value[:] = 7.0
-    talk.rewind(3)
-    talk.load(point(1))
-    for kind in (pb.ADAPTER, pb.OPTIMIZER):
-        talk.give(kind, talk.held(point(1)))
-    talk.train(2)
-    assert talk.rewind(4) == [point(1), point(2, 3)]
-    assert float(talk.held(point(2, 3))[NAME][0]) == 1 + 2
-
-
-def test_a_stage_survives_a_load_that_failed_at_its_links(
-    talk: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    talk.load()
-    talk.train(1)
-    talk.rewind(2)
-    with monkeypatch.context() as context:
-        context.setattr(talk.around, "connect", _unreachable)
-        assert "nobody is there" in failure_of(talk.load(point(1)))
-    talk.rewind(3)
-    assert talk.load(point(1)).WhichOneof("body") == "loaded"
-    assert talk.around.loaded_ranks == [0]
-
-
-def _unreachable(*args: object) -> None:
-    raise PeerLostError("nobody is there")
-
-
-@pytest.mark.parametrize(
-    "changed", [{"seed": 8}, {"checkpoint_activations": True}, {"label_smoothing": 0.1}]
-)
-def test_a_stage_that_does_not_serve_is_gone_before_the_next_one_is_loaded(
-    talk: Talk, changed: dict[str, Any]
-) -> None:
-    talk.load()
-    talk.train(1)
-    talk.rewind(2)
-    talk.plan = replace(talk.plan, **changed)
-    talk.load(point(1))
-    assert talk.around.stages_alive == [False, False]
-
-
-def test_the_runs_start_has_a_stage_of_its_own(talk: Talk) -> None:
-    """No state is sent for it, so a stage that has trained cannot serve."""
-    talk.load()
-    talk.train(1)
-    talk.rewind(2)
-    talk.load()
-    talk.rewind(3)
-    talk.load()
-    assert talk.around.stages_alive == [False, False, False]
-    talk.train(1)
-    talk.rewind(4)
-    assert float(talk.held(point(1, 3))[NAME][0]) == 1
 
 
 def test_a_load_without_a_rewind_is_refused(talk: Talk) -> None:
