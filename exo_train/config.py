@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +19,10 @@ from exo_train.lora_config import (
     check_words,
     read_pattern,
 )
+from exo_train.objective_config import MAX_BETA, OBJECTIVES, ObjectiveConfig, check_objective
 from exo_train.optimizer_config import OPTIMIZERS, OptimizerConfig
-from exo_train.options import check_ranges, nearest, option, options_of, read_values
+from exo_train.option_rules import REPORT_LIBRARIES, check_devices, check_reports, check_scale
+from exo_train.options import check_ranges, option, options_of, read_values
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 LR_SCHEDULES = ("cosine", "linear", "constant")
@@ -30,7 +30,6 @@ QUANTIZE_BITS = (0, 4, 8)
 BASE_WEIGHTS = ("auto", "packed", "dense")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 BAD_ROWS = ("error", "drop")
-REPORT_LIBRARIES = ("tensorboard", "wandb", "trackio", "swanlab")
 MAX_PROFILE_S = 60.0
 
 
@@ -64,6 +63,19 @@ class TrainConfig:
     on_bad_row: str = option(
         "error", "what a row leads to that cannot be used", group=WHAT, choices=BAD_ROWS
     )
+    objective: str = option(
+        "sft",
+        "learn answers, or from pairs of answers (dpo, orpo) which one is preferred",
+        group=WHAT,
+        choices=OBJECTIVES,
+    )
+    beta: float = option(
+        0.1,
+        "How firmly dpo holds on to the base; weight of orpo's odds ratio",
+        group=WHAT,
+        above=0,
+        maximum=MAX_BETA,
+    )
     chat_template: str = option(
         "",
         "In place of the model's own: chatml, gemma, llama2, llama3, mistral, zephyr or a file",
@@ -83,11 +95,11 @@ class TrainConfig:
     )
     epochs: int = option(1, "Passes over the data", group=LENGTH, minimum=1)
     batch_size: int = option(
-        8, "Sequences per update, over all microbatches and devices", group=LENGTH, minimum=1
+        8, "Rows or pairs per update, over all microbatches and devices", group=LENGTH, minimum=1
     )
     microbatch_size: int = option(
         0,
-        "Sequences per microbatch; default: chosen",
+        "Rows or pairs per microbatch; default: chosen",
         group=LENGTH,
         minimum=0,
         shows_default=False,
@@ -184,7 +196,7 @@ class TrainConfig:
     )
     label_smoothing: float = option(
         0.0,
-        "Share of each target spread over the vocabulary, in training's loss",
+        "Share of each target spread over the vocabulary in training; dpo: of pairs that are wrong",
         group=RATE,
         minimum=0,
         below=1,
@@ -288,13 +300,20 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_ranges(self)
         check_words(self.lora)
-        _check_scale(self)
-        _check_devices(self)
+        check_scale(self.scale, self.lora)
+        check_devices(self.devices, min_devices=self.min_devices, shadow=self.shadow)
         if self.val_rows and self.val_split:
             raise ConfigError(
                 "'val_rows' and 'val_split' both say how many rows are held out; give one of them"
             )
-        _check_reports(self.report_to)
+        check_reports(self.report_to)
+        check_objective(self.learnt, packing=self.packing)
+
+    @property
+    def learnt(self) -> ObjectiveConfig:
+        return ObjectiveConfig(
+            name=self.objective, beta=self.beta, label_smoothing=self.label_smoothing
+        )
 
     @property
     def lora(self) -> LoraConfig:
@@ -366,33 +385,3 @@ def plain_values(mapping: Mapping[str, Any], *, source: str) -> dict[str, Any]:
 def _alpha_of(values: Mapping[str, Any]) -> float:
     rank = values.get("rank", OPTIONS["rank"].default)
     return alpha_of(values["scale"], rank, rslora=values.get("rslora", False))
-
-
-def _check_scale(config: TrainConfig) -> None:
-    scale = config.lora.scale
-    if config.scale and not math.isclose(config.scale, scale, rel_tol=1e-6):
-        raise ConfigError(
-            f"'scale' {config.scale:g} and 'alpha' {config.alpha:g} disagree: with rank "
-            f"{config.rank} that alpha makes a scale of {scale:g}; leave one of them out"
-        )
-
-
-def _check_reports(libraries: tuple[str, ...]) -> None:
-    for name in libraries:
-        if name not in REPORT_LIBRARIES:
-            raise ConfigError(
-                f"'report_to': '{name}' is not known{nearest(name, REPORT_LIBRARIES)}; "
-                f"known: {', '.join(REPORT_LIBRARIES)}; for none leave it out"
-            )
-
-
-def _check_devices(config: TrainConfig) -> None:
-    if config.devices and config.min_devices > len(config.devices):
-        named = len(config.devices)
-        raise ConfigError(
-            f"'min_devices' {config.min_devices} is more than the {named} that 'devices' names"
-        )
-    if not re.fullmatch(r"auto|off|0*[1-9][0-9]*", config.shadow):
-        raise ConfigError(
-            f"'shadow' must be auto, off or a number of steps of at least 1, got '{config.shadow}'"
-        )

@@ -30,7 +30,7 @@ from exo_train.backends.lora import (
 )
 from exo_train.backends.memory import memory_errors_named, peak_process_bytes
 from exo_train.backends.mlx_finite import first_bad_gradient, first_bad_value
-from exo_train.backends.mlx_head import head_loss
+from exo_train.backends.mlx_head import differentiable_log_probs, head_log_probs, head_loss
 from exo_train.backends.mlx_lora import Adapter, Slot, attach, magnitudes
 from exo_train.backends.mlx_masks import layer_masks
 from exo_train.backends.mlx_model import (
@@ -44,7 +44,7 @@ from exo_train.backends.mlx_model import (
 from exo_train.backends.mlx_noise import with_noise
 from exo_train.backends.noise import noise_of
 from exo_train.backends.optimizers import Optimizer
-from exo_train.backends.sampling import generate_tokens
+from exo_train.backends.preference import PairLoss, Pairs, PairSums
 from exo_train.backends.stage_model import input_name, layer_windows
 from exo_train.errors import DoesNotFitError
 from exo_train.lora_config import LoraConfig, Placement
@@ -88,27 +88,6 @@ def load_stage(
         )
 
 
-def generate(
-    stage: Stage,
-    tokens: list[int],
-    *,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    stop_ids: set[int],
-) -> Iterator[int]:
-    """Yield the ids that follow `tokens`, with the adapter on; the stage is the whole model."""
-    assert isinstance(stage, MlxStage)
-    return generate_tokens(
-        stage.start_decoding(),
-        tokens,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop_ids=stop_ids,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stashed:
     """A microbatch between forward and backward."""
@@ -150,14 +129,31 @@ class MlxStage:
         )
         mx.eval(self._adapter, self._optimizer.arrays)
         self._stash: dict[int, _Stashed] = {}
+        self._pairs = Pairs(options.objective)
         self.begin_step(step=0, loss_scale=1.0)
 
     def begin_step(self, *, step: int, loss_scale: float) -> None:
         self._step, self._loss_scale, self._loss_sum = step, loss_scale, 0.0
+        self._pairs.begin()
         self._stash.clear()
         with self._on_device("beginning a step"):
             self._gradients = {name: mx.zeros_like(value) for name, value in self._adapter.items()}
             mx.eval(self._gradients)
+
+    def refer(self, microbatch: MicrobatchInput) -> HostTensor | None:
+        with self._on_device(f"asking the base about {microbatch}"):
+            self._slot.is_off = True
+            try:
+                input_BTD = self._input(microbatch, noisy=False)
+                output_BTD = self._run(self._adapter, input_BTD, microbatch, drops=False)
+                if not self._stage.head:
+                    return to_host(output_BTD, self._options.wire_dtype)
+                targets_BT, mask_BT = microbatch.supervision()
+                log_probs_S = head_log_probs(self._head, output_BTD, targets_BT, mask_BT)
+            finally:
+                self._slot.is_off = False
+            self._pairs.refer(microbatch.index, log_probs_S, mask_BT)
+            return None
 
     def forward(self, microbatch: MicrobatchInput) -> HostTensor | None:
         with self._on_device(f"doing the forward of {microbatch}"):
@@ -179,13 +175,24 @@ class MlxStage:
                 return None
             return to_host(mx.zeros_like(self._input(microbatch)), self._options.wire_dtype)
 
+        objective = self._options.objective
+        found: list[PairLoss] = []
+
         def loss(adapter: Adapter, input_BTD: mx.array) -> mx.array:
             hidden_BTD = self._run(adapter, input_BTD, microbatch)
-            smoothing = self._options.label_smoothing
-            return head_loss(self._head, hidden_BTD, targets_BT, mask_BT, label_smoothing=smoothing)
+            if not objective.has_pairs:
+                smoothing = objective.label_smoothing
+                return head_loss(
+                    self._head, hidden_BTD, targets_BT, mask_BT, label_smoothing=smoothing
+                )
+            log_probs_S = differentiable_log_probs(self._head, hidden_BTD, targets_BT, mask_BT)
+            found.append(self._pairs.loss(microbatch.index, np.array(log_probs_S), mask_BT))
+            # What has the loss's gradient: each log-probability times the loss's slope at it.
+            slopes_S = found[0].slopes_B[np.nonzero(mask_BT)[0]]
+            return (mx.array(slopes_S, mx.float32) * log_probs_S).sum()
 
         loss_sum, input_grad = self._pull_back(loss, microbatch, mx.array(self._loss_scale))
-        self._loss_sum += float(loss_sum)
+        self._loss_sum += found[0].loss_sum if found else float(loss_sum)
         return input_grad
 
     def backward(self, index: int, grad_BTD: HostTensor | None) -> HostTensor | None:
@@ -213,10 +220,18 @@ class MlxStage:
             targets_BT, mask_BT = microbatch.supervision()
             if not mask_BT.any():
                 return 0.0
-            return float(head_loss(self._head, output_BTD, targets_BT, mask_BT))
+            if not self._options.objective.has_pairs:
+                return float(head_loss(self._head, output_BTD, targets_BT, mask_BT))
+            log_probs_S = head_log_probs(self._head, output_BTD, targets_BT, mask_BT)
+            return self._pairs.loss(
+                microbatch.index, log_probs_S, mask_BT, evaluation=True
+            ).loss_sum
 
     def loss_sum(self) -> float:
         return self._loss_sum
+
+    def take_pair_sums(self) -> PairSums:
+        return self._pairs.take_sums()
 
     def grad_square_sum(self) -> float:
         with self._on_device("adding up its gradients"):
@@ -268,7 +283,6 @@ class MlxStage:
         return mx.get_peak_memory() if self._device == "gpu" else peak_process_bytes()
 
     def start_decoding(self) -> Callable[[list[int]], np.ndarray]:
-        """Give a function from the tokens it has not seen to the next one's logits (V)."""
         caches = [RotatingKVCache(max_size=w) if w else KVCache() for w in self._windows]
 
         def next_logits(unseen: list[int]) -> np.ndarray:

@@ -89,7 +89,7 @@ def to_microbatch_data(
 
 
 def from_microbatch_data(
-    index: int, data: pb.MicrobatchData, *, vocab_size: int
+    index: int, data: pb.MicrobatchData, *, vocab_size: int, has_pairs: bool = False
 ) -> MicrobatchInput:
     shape = (data.num_sequences, data.num_positions)
     num_rows = len(data.row_starts) or data.num_sequences
@@ -103,6 +103,8 @@ def from_microbatch_data(
     mask_BT = None
     if data.mask:
         mask_BT = _array(data.mask, shape, np.dtype(np.uint8), f"mask {index}") != 0
+    if has_pairs:
+        _check_pairs(shape, row_starts, mask_BT, f"microbatch {index}")
     return MicrobatchInput(
         index=index,
         tokens_BT=_ids(data.tokens, shape, vocab_size, f"tokens {index}"),
@@ -112,6 +114,16 @@ def from_microbatch_data(
         row_starts=row_starts,
         row_lengths=lengths,
     )
+
+
+def _check_pairs(
+    shape: tuple[int, int], row_starts: tuple[int, ...], mask_BT: np.ndarray | None, what: str
+) -> None:
+    """Check that rows are chosen and rejected answers, each with something to judge it by."""
+    if shape[0] % 2 or row_starts:
+        raise ProtocolError(f"{what}: its rows {shape} are no pairs")
+    if mask_BT is not None and not mask_BT.any(axis=1).all():
+        raise ProtocolError(f"{what}: an answer of a pair has no supervised position")
 
 
 def _row_starts(given: Sequence[int], shape: tuple[int, int], what: str) -> tuple[int, ...]:

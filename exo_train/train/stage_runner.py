@@ -6,6 +6,7 @@ travel, which backend computes or which transport carries tensors: `Surroundings
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import math
@@ -187,6 +188,7 @@ class StageRunner:
             timeout_s=load.step_timeout_s,
             below=below,
             above=above,
+            has_reference=plan.objective.has_reference,
             capture=load.capture_boundaries,
             on_phase=self._on_phase,
             check=functools.partial(self._surroundings.check, plan),
@@ -259,7 +261,12 @@ class StageRunner:
                 f"step {request.step} has more than {MAX_MICROBATCHES} microbatches"
             )
         self._inputs += [
-            from_microbatch_data(first + index, data, vocab_size=self._vocab_size)
+            from_microbatch_data(
+                first + index,
+                data,
+                vocab_size=self._vocab_size,
+                has_pairs=self._plan_in_use().objective.has_pairs,
+            )
             for index, data in enumerate(request.microbatches)
         ]
         if request.more:
@@ -381,6 +388,7 @@ class StageRunner:
 
 
 def _report(request: pb.StepInput, outcome: StepOutcome, peak_bytes: int) -> pb.StepReport:
+    sums = outcome.pair_sums
     return pb.StepReport(
         step=request.step,
         evaluation=request.evaluation,
@@ -392,4 +400,5 @@ def _report(request: pb.StepInput, outcome: StepOutcome, peak_bytes: int) -> pb.
         peak_memory_bytes=peak_bytes,
         period_s=outcome.period_s,
         trouble=outcome.trouble,
+        pairs=pb.PairSums(**dataclasses.asdict(sums)) if sums.num_pairs else None,
     )
