@@ -307,7 +307,7 @@ class TrainConfig:
                 "'val_rows' and 'val_split' both say how many rows are held out; give one of them"
             )
         check_reports(self.report_to)
-        check_objective(self.learnt, packing=self.packing)
+        check_objective(self.learnt, packing=self.packing, init_adapter=self.init_adapter)
 
     @property
     def learnt(self) -> ObjectiveConfig:

@@ -50,13 +50,19 @@ class ObjectiveConfig:
         return (self.num_forwards + 1) / 2
 
 
-def check_objective(objective: ObjectiveConfig, *, packing: bool) -> None:
+def check_objective(objective: ObjectiveConfig, *, packing: bool, init_adapter: str) -> None:
     """Refuse what two options may not say together; raises ConfigError."""
     name = objective.name
     if objective.has_pairs and packing:
         raise ConfigError(
             f"'packing' does not go with 'objective' {name}: each answer of a pair is a sequence "
             "of its own; leave it out, 'group_by_length' makes less padding"
+        )
+    if objective.has_reference and init_adapter:
+        raise ConfigError(
+            f"'init_adapter' does not go with 'objective' {name}: the reference is the base with "
+            "its adapter off, and would not be what the run starts from; make a model of it with "
+            "`exo-train export RUN --format merged`, and train on that"
         )
     if name == "orpo" and objective.label_smoothing:
         raise ConfigError(

@@ -104,8 +104,8 @@ def _dpo(objective: ObjectiveConfig, policy_B: np.ndarray, reference_B: np.ndarr
     """-log sigmoid(beta ((pi_c - ref_c) - (pi_r - ref_r))) (Rafailov et al. 2023, arXiv:2305.18290,
     equation 7), pi and ref being log-probabilities of whole answers.
 
-    Label smoothing s mixes in s of the loss of the pair the other way round: TRL's "sigmoid" with
-    `label_smoothing` (Mitchell 2023, "A note on DPO with noisy preferences", equation 3).
+    Label smoothing s mixes in s of the loss of the pair the other way round: conservative DPO
+    (Mitchell 2023, "A note on DPO with noisy preferences", equation 3).
     """
     beta, share = objective.beta, objective.label_smoothing
     rewards_B = beta * (policy_B - reference_B)
