@@ -61,8 +61,8 @@ def check_objective(objective: ObjectiveConfig, *, packing: bool, init_adapter: 
     if objective.has_reference and init_adapter:
         raise ConfigError(
             f"'init_adapter' does not go with 'objective' {name}: the reference is the base with "
-            "its adapter off, and would not be what the run starts from; make a model of it with "
-            "`exo-train export RUN --format merged`, and train on that"
+            "its adapter off, and would not be what the run starts from; merge the adapter into "
+            "the model first (PEFT's `merge_and_unload`), and train on that"
         )
     if name == "orpo" and objective.label_smoothing:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Against TRL's own trainers, where TRL is installed: tokens and masks, losses, gradients, words."""
+"""Against TRL's own trainers, where TRL is installed: tokens, masks, losses, gradients, words."""
 
 from __future__ import annotations
 

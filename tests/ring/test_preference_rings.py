@@ -7,16 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from exo_train.config import TrainConfig
-from exo_train.errors import InterruptedRunError
-from exo_train.train.checkpoint import newest_checkpoint
+from exo_train.train.metrics import PairMetrics
 from exo_train.train.rundir import RunDir
 from exo_train.train.watcher import Watcher
 from tests.ring.local_household import household_of, only_memory, run_in
-from tests.ring.rings import CONFIG, Trained, largest_difference, train_ring
-from tests.ring.test_trainer import StopAfter, losses_of, trained
+from tests.ring.rings import CONFIG, Trained, train_ring
+from tests.ring.test_trainer import assert_resumed_exactly, trained
 
 DPO = replace(CONFIG, objective="dpo", batch_size=4, beta=0.5)
 ORPO = replace(DPO, objective="orpo")
@@ -28,7 +27,12 @@ STEPS = 4
 def assert_equal_runs(ring: Trained, one: Trained) -> None:
     assert ring.losses == pytest.approx(one.losses, rel=1e-5)
     assert ring.grad_norms == pytest.approx(one.grad_norms, rel=1e-4)
-    assert largest_difference(ring.adapter, one.adapter) < 1e-4
+    assert ring.adapter.keys() == one.adapter.keys()
+    for name, array in one.adapter.items():
+        # AdamW moves a value by about the rate however small its gradient: where that is no more
+        # than rounding, backends may differ in its sign. Such values are rare.
+        off = np.abs(ring.adapter[name] - array) >= 1e-4
+        assert off.mean() < 0.005, name
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +72,104 @@ def test_how_a_step_is_cut_does_not_change_it(
     assert_equal_runs(
         train_ring(tiny_model, [T, M, T], config=config, num_steps=STEPS), one_device[name]
     )
+
+
+@pytest.mark.parametrize("fault", ["forward:1.001", "backward:1.01"])
+def test_negative_control_a_wrong_stage_is_caught(
+    fault: str, tiny_model: Path, one_device: dict[str, Trained]
+) -> None:
+    ring = train_ring(tiny_model, [T, T, T], config=DPO, num_steps=STEPS, faults={1: fault})
+    with pytest.raises(AssertionError):
+        assert_equal_runs(ring, one_device["dpo"])
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dropout": 0.2},
+        {"group_by_length": True},
+        {"quantize": 4, "dora": True},
+        {"dtype": "fp16"},
+    ],
+    ids=str,
+)
+def test_with_other_options_too(changes: dict[str, Any], name: str, tiny_model: Path) -> None:
+    config = replace(OBJECTIVES[name], **changes)
+    one = train_ring(tiny_model, [T], config=config, num_steps=3)
+    ring = train_ring(tiny_model, [M, T], config=replace(config, microbatch_size=1), num_steps=3)
+    if "dtype" in changes:
+        assert ring.losses == pytest.approx(one.losses, rel=3e-2)
+    else:
+        assert_equal_runs(ring, one)
+
+
+def test_conservative_dpo_is_the_same_on_a_ring(tiny_model: Path) -> None:
+    config = replace(DPO, label_smoothing=0.2)
+    one = train_ring(tiny_model, [T], config=config, num_steps=3)
+    assert_equal_runs(train_ring(tiny_model, [M, T], config=config, num_steps=3), one)
+    plain = train_ring(tiny_model, [T], config=DPO, num_steps=3)
+    assert abs(one.losses[-1] - plain.losses[-1]) > 1e-4
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_resumed_run_goes_on_to_the_last_digit(
+    name: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    config = replace(OBJECTIVES[name], dropout=0.1)
+    assert_resumed_exactly(tiny_model, tmp_path, config, [T, M])
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_device_that_is_lost_costs_nothing(phase: str, tiny_model: Path, tmp_path: Path) -> None:
+    config = only_memory(replace(DPO, learning_rate=1e-2), steps=4, save_every=0)
+    undisturbed = run_in(household_of(tiny_model, [T] * 3), tmp_path / "quiet", config)
+    fault = f"kill@step=3,phase={phase},once={tmp_path}"
+    household = household_of(tiny_model, [T] * 3, faults={"device1": fault})
+    disturbed = run_in(household, tmp_path / "run", config)
+    assert disturbed.losses == pytest.approx(undisturbed.losses, rel=1e-5)
+    assert disturbed.plan.generation == 2
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_metrics_and_held_out_pairs(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    """What is reported is a mean over pairs, whatever the ring; the loop learns what it should."""
+    seen: list[tuple[int, float, PairMetrics | None]] = []
+    config = replace(OBJECTIVES[name], learning_rate=3e-2, batch_size=10)
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for ring, size in ((T, 5), (f"{M}-{T}", 2)):
+        progress = trained(
+            tiny_model,
+            tmp_path / ring,
+            backends=ring.split("-"),
+            config=replace(config, microbatch_size=size),
+            watcher=Watcher(on_evaluation=lambda *given: seen.append(given)),
+        )
+        lines[ring] = RunDir(tmp_path / ring).read_metrics()
+    ours, theirs = lines.values()
+    names = {"rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy"}
+    names |= {"nll_loss", "log_odds_chosen"} if name == "orpo" else set()
+    for one, other in zip(ours, theirs, strict=True):
+        assert names <= one.keys()
+        assert one["reward_margin"] == pytest.approx(
+            one["rewards_chosen"] - one["rewards_rejected"]
+        )
+        for key in names:
+            # With the wide steps of this run rounding grows.
+            assert other[key] == pytest.approx(one[key], rel=1e-2, abs=1e-3), key
+    assert ours[-1]["loss"] < 0.8 * ours[0]["loss"]
+    assert ours[-1]["reward_accuracy"] == 1.0
+    assert ours[-1]["reward_margin"] > ours[0]["reward_margin"]
+    assert [step for step, *_ in seen] == [0, 6, 0, 6]
+    assert seen[0][1] == progress.held_out_losses[0][1] or name == "orpo"
+    if name == "dpo":
+        assert ours[0]["loss"] == pytest.approx(math.log(2), rel=1e-15)
+        assert [ours[0][key] for key in sorted(names)] == [0.0] * 4
+        assert seen[0][1] == pytest.approx(math.log(2), rel=1e-15)
+    else:
+        assert "nll_loss" in seen[0][2].to_dict()  # type: ignore[union-attr]
+
+
+def test_sft_says_nothing_of_pairs(tiny_model: Path, tmp_path: Path) -> None:
+    trained(tiny_model, tmp_path, config=CONFIG)
+    assert not any("reward" in key for key in RunDir(tmp_path).read_metrics()[0])
