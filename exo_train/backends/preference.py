@@ -93,11 +93,15 @@ def pair_loss(
     mask_BT: np.ndarray,
     reference_B: np.ndarray | None,
 ) -> PairLoss:
-    """Give the loss of a microbatch's pairs; `reference_B` is what the base alone gives (dpo)."""
-    if objective.has_reference:
-        assert reference_B is not None, "the reference goes before the policy"
-        return _dpo(objective, log_probs_B, reference_B)
-    return _orpo(objective, log_probs_B, mask_BT.sum(axis=1))
+    """Give the loss of a microbatch's pairs; `reference_B` is what the base alone gives (dpo).
+
+    Numbers that are not finite go through, and are found by whoever looks at the loss.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        if objective.has_reference:
+            assert reference_B is not None, "the reference goes before the policy"
+            return _dpo(objective, log_probs_B, reference_B)
+        return _orpo(objective, log_probs_B, mask_BT.sum(axis=1))
 
 
 def _dpo(objective: ObjectiveConfig, policy_B: np.ndarray, reference_B: np.ndarray) -> PairLoss:

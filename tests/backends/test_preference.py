@@ -164,3 +164,13 @@ def test_an_answer_that_is_certain_has_a_finite_loss() -> None:
     loss = pair_loss(OBJECTIVES["orpo"], np.array([0.0, -900.0]), mask_BT, None)
     assert np.isfinite([loss.loss_sum, *loss.slopes_B]).all()
     assert loss.loss_sum == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_a_bad_number_shows_in_the_loss(name: str, bad: float) -> None:
+    """In the loss, not as a warning or an error: the step is dropped on all devices then."""
+    mask_BT = np.ones((2, 3), bool)
+    bases_B = np.array([-3.0, -4.0])
+    loss = pair_loss(OBJECTIVES[name], np.array([bad, -4.0]), mask_BT, bases_B)
+    assert not np.isfinite(loss.loss_sum)
