@@ -10,12 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from exo_train.agent.planning import make_plan
+from exo_train.train.batches import split_microbatches
 from exo_train.train.metrics import PairMetrics
 from exo_train.train.rundir import RunDir
 from exo_train.train.watcher import Watcher
 from tests.ring.local_household import household_of, only_memory, run_in
-from tests.ring.rings import CONFIG, Trained, train_ring
+from tests.ring.rings import (
+    CONFIG,
+    Trained,
+    candidates,
+    manifest_of,
+    open_local_ring,
+    train_ring,
+)
 from tests.ring.test_trainer import assert_resumed_exactly, trained
+from tests.ring.trainers import random_data
 
 DPO = replace(CONFIG, objective="dpo", batch_size=4, beta=0.5)
 ORPO = replace(DPO, objective="orpo")
@@ -168,6 +178,24 @@ def test_metrics_and_held_out_pairs(name: str, tiny_model: Path, tmp_path: Path)
         assert seen[0][1] == pytest.approx(math.log(2), rel=1e-15)
     else:
         assert "nll_loss" in seen[0][2].to_dict()  # type: ignore[union-attr]
+
+
+def test_the_loop_s_gradients_are_of_the_mean_over_pairs(tiny_model: Path, tmp_path: Path) -> None:
+    """An optimizer hardly sees a gradient's scale, so a curve would not show a wrong one."""
+    config = replace(DPO, batch_size=10)
+    trained(tiny_model, tmp_path, config=config)
+    manifest = manifest_of(tiny_model)
+    data = random_data(manifest.spec.vocab_size, config, num_rows=20)
+    plan = make_plan(candidates([T]), config, manifest, cluster="test")
+    ring, access = open_local_ring(tiny_model, plan)
+    with ring:
+        ring.prepare()
+        ring.load(access, step_timeout_s=60.0)
+        batch = data.batches.batch_for_step(0)
+        cut = split_microbatches(batch, microbatch_size=2, max_seq_length=config.max_seq_length)
+        (report,) = ring.run_step(1, cut, loss_scale=1 / 10, timeout_s=60.0)
+    (first, *_) = RunDir(tmp_path).read_metrics()
+    assert first["grad_norm"] == pytest.approx(math.sqrt(report.grad_square_sum), rel=1e-6)
 
 
 def test_sft_says_nothing_of_pairs(tiny_model: Path, tmp_path: Path) -> None:
