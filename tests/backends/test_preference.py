@@ -23,6 +23,7 @@ from tests.backends.pairs import (
     accumulate_pairs,
     evaluate_pairs,
     oracle_loss,
+    pair_microbatches,
     pairs,
 )
 from tests.backends.test_oracles import model_directory, peft_model, peft_parameter
@@ -174,3 +175,20 @@ def test_a_bad_number_shows_in_the_loss(name: str, bad: float) -> None:
     bases_B = np.array([-3.0, -4.0])
     loss = pair_loss(OBJECTIVES[name], np.array([bad, -4.0]), mask_BT, bases_B)
     assert not np.isfinite(loss.loss_sum)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backward_has_its_adapter_on_whatever_was_asked_before(backend: str) -> None:
+    """A checkpointed backward runs its layers again."""
+    objective = OBJECTIVES["dpo"]
+    options = replace(OPTIONS, objective=objective, checkpoint_activations=True)
+    stages = load_ring(MODEL, [backend], options=options)
+    accumulate_pairs(stages, pairs(), objective, size=4)
+    expected = stages[0].gradients()
+    (batch,) = pair_microbatches(pairs(), 4)
+    stages[0].begin_step(step=0, loss_scale=1 / len(LENGTHS))
+    stages[0].refer(batch)
+    stages[0].forward(batch)
+    stages[0].refer(batch)
+    stages[0].backward(0, None)
+    assert relative_error(stages[0].gradients(), expected) < 1e-6
