@@ -260,13 +260,9 @@ class StageRunner:
             raise ProtocolError(
                 f"step {request.step} has more than {MAX_MICROBATCHES} microbatches"
             )
+        pairs = self._plan_in_use().objective.has_pairs
         self._inputs += [
-            from_microbatch_data(
-                first + index,
-                data,
-                vocab_size=self._vocab_size,
-                has_pairs=self._plan_in_use().objective.has_pairs,
-            )
+            from_microbatch_data(first + index, data, vocab_size=self._vocab_size, has_pairs=pairs)
             for index, data in enumerate(request.microbatches)
         ]
         if request.more:
