@@ -257,12 +257,13 @@ def copied_bytes(shape: ModelShape, lora: LoraConfig, optimizer: OptimizerConfig
 
     All in fp32. A stage itself has the gradients besides.
     """
-    arrays: list[tuple[int, ...]] = []
+    arrays: dict[str, tuple[int, ...]] = {}
     for target, rank in densest_layer(lora, shape.num_layers).items():
         inputs, outputs = shape.projection(target)
-        arrays += [(inputs, rank), (rank, outputs), *([(outputs,)] if lora.dora else [])]
-    kept = [slot for array in arrays for slot in optimizer.slots(array).values()]
-    return _FP32_BYTES * sum(math.prod(array) for array in (*arrays, *kept))
+        arrays |= {f"{target}.lora_a": (inputs, rank), f"{target}.lora_b": (rank, outputs)}
+        arrays |= {f"{target}.dora_m": (outputs,)} if lora.dora else {}
+    kept = [slot for each in arrays.items() for slot in optimizer.slots(*each).values()]
+    return _FP32_BYTES * sum(math.prod(array) for array in (*arrays.values(), *kept))
 
 
 def activation_bytes_per_token(

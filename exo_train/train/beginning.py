@@ -118,7 +118,7 @@ def beginning_of(
         packing=config.packing,
         adapter=adapter_sentence(spec, config.lora),
         rank=config.rank,
-        alpha=config.alpha,
+        alpha=config.lora.alpha,
         targets=trainable.targets,
         dtype=config.dtype,
         seed=config.seed,
