@@ -28,15 +28,16 @@ _FP32_BYTES = 4
 class WeightForm:
     """What a value of a frozen matrix takes: bytes of its code, and numbers of the compute dtype.
 
-    4 bits in groups of 64 are half a byte and two numbers (scale, bias) for 64 values.
+    4 bits in groups of 64 are half a byte and two numbers (scale, bias) for 64 values; NF4 has no
+    bias.
     """
 
     code_bytes: float = 0.0
     floats: float = 1.0
 
     @classmethod
-    def packed(cls, *, bits: int, group_size: int) -> WeightForm:
-        return cls(code_bytes=bits / 8, floats=2 / group_size)
+    def packed(cls, *, bits: int, group_size: int, numbers_per_group: int = 2) -> WeightForm:
+        return cls(code_bytes=bits / 8, floats=numbers_per_group / group_size)
 
     @property
     def is_packed(self) -> bool:
