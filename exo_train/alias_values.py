@@ -106,6 +106,12 @@ def read_optimizer(value: Any) -> Values:
     return {"optimizer": "adamw" if "adamw" in str(value) else value}
 
 
+def read_dtype_name(value: Any) -> Values:
+    """PyTorch's names of them."""
+    names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+    return {"dtype": names.get(str(value), value)}
+
+
 def read_adapter_folder(value: Any) -> Values:
     """mlx-lm names the file of arrays in it."""
     is_file = str(value).endswith(".safetensors")

@@ -22,6 +22,7 @@ from exo_train.models.spec import ModelSpec
 from exo_train.plan.stages import StageSpec
 from exo_train.train.checkpoint import (
     Checkpoint,
+    checkpoint_of,
     load_checkpoint,
     newest_checkpoint,
     save_checkpoint,
@@ -65,14 +66,19 @@ def with_adapter(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
 
 
 def find_adapter(path: Path, *, num_layers: int | None = None) -> Adapter:
-    """Read an adapter's folder, or a run's newest state; raises ConfigError."""
+    """Read an adapter's folder, or a run's newest state; raises ConfigError.
+
+    Of a run that is done, what it has ended with: after an early end that is its best step.
+    """
     path = path.expanduser()
     if not (path / CONFIG_FILE).is_file():
         return read_adapter(path, num_layers=num_layers)
-    checkpoint = newest_checkpoint(path)
+    run = RunDir.open(path)
+    step = run.step_left()
+    checkpoint = newest_checkpoint(path) if step is None else checkpoint_of(path, step)
     if checkpoint is None:
         return read_adapter(path / "adapters" / "peft", num_layers=num_layers)
-    config = TrainConfig.from_mapping(RunDir.open(path).read_config(), source=f"{path}/config.yaml")
+    config = TrainConfig.from_mapping(run.read_config(), source=f"{path}/config.yaml")
     return Adapter(arrays=checkpoint.adapter, lora=config.lora, base_model=config.model)
 
 

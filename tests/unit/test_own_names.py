@@ -165,6 +165,25 @@ def test_what_has_a_meaning_here_by_now_is_read() -> None:
     assert (rslora.lora.alpha, rslora.lora.scale) == (80.0, 20.0)
 
 
+@pytest.mark.parametrize(
+    ("said", "own"),
+    [
+        ({"optimizer": "adamw_torch_fused"}, {"optimizer": "adamw"}),
+        ({"optimizer": "adafactor"}, {"optimizer": "adafactor"}),
+        ({"dtype": "bfloat16"}, {"dtype": "bf16"}),
+    ],
+)
+def test_our_own_names_are_read_with_others_values(
+    said: dict[str, Any], own: dict[str, Any]
+) -> None:
+    read = to_own_names(said, source="")
+    assert read.values == own
+    ((name, value),) = said.items()
+    assert read.notes == ((f"'{name}' {value} is read as {own[name]}",) if said != own else ())
+    with pytest.raises(ConfigError, match="'optimizer' must be one of"):
+        choose_options(None, {"model": "m", "data": "d", "optimizer": "lion"})
+
+
 def test_unknown_name_is_refused_with_the_nearest_of_all() -> None:
     assert _refusal(lora_rr=8) == "ours.yaml: unknown key 'lora_rr'; did you mean 'lora_r'?"
     assert _refusal(zzz=1) == "ours.yaml: unknown key 'zzz'"

@@ -84,7 +84,7 @@ def test_the_last_write_can_be_done_again(
     pause = DiskPause(device="attic", say=lambda note: None, wants_stop=lambda: stops)
     plan = SimpleNamespace(run_id="r", generation=1, microbatch_size=1, max_seq_length=8)
     ring: Any = SimpleNamespace(plan=plan)
-    data: Any = SimpleNamespace(batches=SimpleNamespace(padding_note=lambda **sizes: "none"))
+    data: Any = SimpleNamespace()
     household: Any = SimpleNamespace(holders=list)
     recovery: Any = SimpleNamespace(chosen=SimpleNamespace(prediction=None, advise=None))
     config = TrainConfig(model="m", steps=4)
