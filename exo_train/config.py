@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exo_train.config_checks import REPORT_LIBRARIES, check_devices, check_held_out, check_reports
 from exo_train.encoding_config import ON_LONG, SYSTEM_ROLES, TRAIN_TURNS, EncodingConfig
 from exo_train.errors import ConfigError
 from exo_train.lora_config import (
@@ -18,7 +17,6 @@ from exo_train.lora_config import (
     MAX_RANK,
     LoraConfig,
     alpha_of,
-    check_scale,
     check_words,
     read_pattern,
 )
@@ -28,6 +26,13 @@ from exo_train.optimizer_config import (
     WITH_ADAMW,
     OptimizerConfig,
     check_trains_matrices,
+)
+from exo_train.option_rules import (
+    REPORT_LIBRARIES,
+    check_devices,
+    check_held_out,
+    check_reports,
+    check_scale,
 )
 from exo_train.options import check_ranges, check_used, option, options_of, read_values
 

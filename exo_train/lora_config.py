@@ -237,15 +237,6 @@ def check_words(lora: LoraConfig) -> None:
                 raise ConfigError(f"'{name}' names {key} twice; leave one out")
 
 
-def check_scale(scale: float, lora: LoraConfig) -> None:
-    """Refuse a scale that `lora`, by an alpha of its own, does not have; 0 asks for none."""
-    if scale and not math.isclose(scale, lora.scale, rel_tol=1e-6):
-        raise ConfigError(
-            f"'scale' {scale:g} and 'alpha' {lora.alpha:g} disagree: with rank {lora.rank} that "
-            f"alpha makes a scale of {lora.scale:g}; leave one of them out"
-        )
-
-
 def read_pattern(
     items: Sequence[str], name: str, read: Callable[[str], _T], *, above: float, most: float
 ) -> Pattern[_T]:
