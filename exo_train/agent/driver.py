@@ -158,7 +158,6 @@ def _train(
         ring, run, chosen, household, on_note=narrator.on_note, wants_stop=watcher.wants_stop
     )
     stack.callback(recovery.watch_standbys().close)
-    watcher.on_note(padding_note(run.steps(ring.plan.microbatch_size), config))
     return _train_on(
         ring, config, data, directory, model, watcher, household, recovery, checkpoint, state, pause
     )
@@ -192,6 +191,7 @@ def _train_on(
     state: dict[str, Any],
     pause: DiskPause,
 ) -> Outcome:
+    watcher.on_note(padding_note(recovery.run.steps(ring.plan.microbatch_size), config))
     replicator = Replicator(
         ring.plan.run_id,
         directory.path,

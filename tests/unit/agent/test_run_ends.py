@@ -20,6 +20,7 @@ from exo_train.train.disk_pause import DiskPause
 from exo_train.train.durable import DiskError
 from exo_train.train.progress import Progress
 from exo_train.train.rundir import RunDir
+from exo_train.train.step_shapes import full_steps
 from exo_train.train.watcher import Watcher
 
 
@@ -86,8 +87,11 @@ def test_the_last_write_can_be_done_again(
     ring: Any = SimpleNamespace(plan=plan)
     data: Any = SimpleNamespace()
     household: Any = SimpleNamespace(holders=list)
-    recovery: Any = SimpleNamespace(chosen=SimpleNamespace(prediction=None, advise=None))
     config = TrainConfig(model="m", steps=4)
+    recovery: Any = SimpleNamespace(
+        run=SimpleNamespace(steps=full_steps(config)),
+        chosen=SimpleNamespace(prediction=None, advise=None),
+    )
     model: Any = SimpleNamespace(manifest=SimpleNamespace(spec=SimpleNamespace(vocab_size=8)))
     with pytest.raises(raised, match=f"step 4 is saved in .*--resume {tmp_path}"):
         driver._train_on(
