@@ -45,6 +45,8 @@ def main() -> None:
         backend, base_weights, quantize = options.child
         print(json.dumps(_measure(options, backend, base_weights, int(quantize))))
         return
+    spec, _ = open_model(options.model)
+    spec.validate_quantize(options.quantize)  # else two lines would be of the same numbers
     kinds = [("dense", options.quantize), ("packed", options.quantize)]
     kinds = [("dense", 0), *kinds] if options.quantize else kinds
     for backend in options.backends.split(","):

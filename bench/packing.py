@@ -23,6 +23,7 @@ from exo_train.plan.stages import StageSpec
 from exo_train.train.batches import BatchPlan, Microbatch, plan_batches, split_microbatches
 from exo_train.train.examples import Example
 from exo_train.train.profiling import StageTimer
+from exo_train.train.step_shapes import padding_note, steps_of
 from exo_train.wire.tensor import DType
 
 LONGEST = 256
@@ -56,8 +57,8 @@ def main() -> None:
         for side, (config, size) in sides.items()
     }
     for side, (config, size) in sides.items():
-        plan = plan_batches(rows, config)
-        print(f"{side:9} {plan.padding_note(microbatch_size=size, max_seq_length=LONGEST)}")
+        shape = steps_of(plan_batches(rows, config), config)(size)
+        print(f"{side:9} {padding_note(shape, config)}")
     losses = {side: epoch(stage, part)[0] for side, part in given.items()}  # warms up, too
     for side, loss in losses.items():
         if abs(loss / losses["as drawn"] - 1) > EQUAL:

@@ -116,6 +116,12 @@ def read_pair_loss(value: Any) -> Values:
     raise NotHereError("of the losses for pairs there are dpo's sigmoid, and orpo")
 
 
+def read_dtype_name(value: Any) -> Values:
+    """PyTorch's names of them."""
+    names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+    return {"dtype": names.get(str(value), value)}
+
+
 def read_adapter_folder(value: Any) -> Values:
     """mlx-lm names the file of arrays in it."""
     is_file = str(value).endswith(".safetensors")

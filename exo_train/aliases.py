@@ -19,6 +19,7 @@ from exo_train.alias_values import (
     read_bits,
     read_data,
     read_dtype,
+    read_dtype_name,
     read_held_out,
     read_kind,
     read_last_layers,
@@ -284,6 +285,19 @@ NESTED = "lora_parameters"  # mlx-lm's, with what is in it
 ACCUMULATIONS = ("gradient_accumulation_steps", "grad_accumulation_steps")
 _ACCUMULATED = "read as `batch_size`: times `microbatch_size`; refused where that is not said"
 
+# Names that are options here, too, with values that only others have.
+OWN_VALUES: tuple[Renamed, ...] = (
+    Renamed(
+        names=("optimizer",), option="optimizer", read=read_optimizer, about="any AdamW is `adamw`"
+    ),
+    Renamed(
+        names=("dtype",),
+        option="dtype",
+        read=read_dtype_name,
+        about="`bfloat16` is `bf16`, and so on",
+    ),
+)
+
 RULES = {name: rule for rule in _TABLE for name in rule.names}
 
 
@@ -298,7 +312,8 @@ def is_flag(name: str) -> bool:
 def foreign_names() -> Iterator[tuple[str, str]]:
     """Give each row of the table in the docs: names of one meaning, and what they are here."""
     by_meaning: dict[str, list[str]] = {}
-    for name, rule in RULES.items():
+    own = {rule.option: rule for rule in OWN_VALUES}
+    for name, rule in (RULES | own).items():
         by_meaning.setdefault(rule.cells(), []).append(name)
     for cells, names in by_meaning.items():
         yield ", ".join(f"`{name}`" for name in names), cells

@@ -12,6 +12,7 @@ from exo_train.errors import ConfigError
 from exo_train.lora_config import (
     ALL_LAYERS,
     ALL_TARGETS,
+    DEFAULT_ALPHA,
     MAX_ALPHA,
     MAX_RANK,
     LoraConfig,
@@ -20,9 +21,21 @@ from exo_train.lora_config import (
     read_pattern,
 )
 from exo_train.objective_config import MAX_BETA, OBJECTIVES, ObjectiveConfig, check_objective
-from exo_train.optimizer_config import OPTIMIZERS, OptimizerConfig
-from exo_train.option_rules import REPORT_LIBRARIES, check_devices, check_reports, check_scale
-from exo_train.options import check_ranges, option, options_of, read_values
+from exo_train.optimizer_config import (
+    MUON_RATES,
+    OPTIMIZERS,
+    WITH_ADAMW,
+    OptimizerConfig,
+    check_trains_matrices,
+)
+from exo_train.option_rules import (
+    REPORT_LIBRARIES,
+    check_devices,
+    check_held_out,
+    check_reports,
+    check_scale,
+)
+from exo_train.options import check_ranges, check_used, option, options_of, read_values
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 LR_SCHEDULES = ("cosine", "linear", "constant")
@@ -31,7 +44,7 @@ BASE_WEIGHTS = ("auto", "packed", "dense")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 BAD_ROWS = ("error", "drop")
 MAX_PROFILE_S = 60.0
-
+_BY_ADAMW, _BY_MUON = ("optimizer", WITH_ADAMW), ("optimizer", ("muon",))
 
 # Headings of the help and of docs/options.md, in their order.
 WHAT, CHATS, LENGTH, RATE, ADAPTER, NUMBERS, CHECKS, SAFETY, DEVICES = (
@@ -75,6 +88,7 @@ class TrainConfig:
         group=WHAT,
         above=0,
         maximum=MAX_BETA,
+        only_with=("objective", ("dpo", "orpo")),
     )
     chat_template: str = option(
         "",
@@ -137,12 +151,19 @@ class TrainConfig:
         group=RATE,
         minimum=0,
         maximum=1,
+        only_with=("lr_schedule", ("cosine", "linear")),
     )
     rank: int = option(8, "LoRA rank", group=ADAPTER, minimum=1)
-    alpha: float = option(16.0, "LoRA alpha; scale is alpha/rank", group=ADAPTER, above=0)
+    alpha: float = option(
+        0.0,
+        "LoRA alpha, scale is alpha/rank; 0: 16, or by --scale",
+        group=ADAPTER,
+        minimum=0,
+        shows_default=False,
+    )
     scale: float = option(
         0.0,
-        "Instead of --alpha: alpha becomes scale x rank; 0: by --alpha",
+        "Instead of --alpha: alpha is scale x rank; 0: by --alpha",
         group=ADAPTER,
         minimum=0,
         shows_default=False,
@@ -184,10 +205,24 @@ class TrainConfig:
     weight_decay: float = option(
         0.0, "Share of a value taken off per update, times the rate", group=RATE, minimum=0
     )
-    adam_beta1: float = option(0.9, "AdamW's", group=RATE, minimum=0, below=1)
-    adam_beta2: float = option(0.999, "AdamW's", group=RATE, minimum=0, below=1)
-    adam_epsilon: float = option(1e-8, "AdamW's", group=RATE, above=0)
-    momentum: float = option(0.9, "SGD's; 0: none", group=RATE, minimum=0, below=1)
+    adam_beta1: float = option(0.9, "AdamW's", group=RATE, minimum=0, below=1, only_with=_BY_ADAMW)
+    adam_beta2: float = option(
+        0.999, "AdamW's", group=RATE, minimum=0, below=1, only_with=_BY_ADAMW
+    )
+    adam_epsilon: float = option(1e-8, "AdamW's", group=RATE, above=0, only_with=_BY_ADAMW)
+    momentum: float = option(
+        0.9, "SGD's; 0: none", group=RATE, minimum=0, below=1, only_with=("optimizer", ("sgd",))
+    )
+    muon_momentum: float = option(
+        0.95, "Muon's", group=RATE, minimum=0, below=1, only_with=_BY_MUON
+    )
+    muon_rate: str = option(
+        MUON_RATES[0],
+        "what Muon's rate is multiplied by for a matrix's shape",
+        group=RATE,
+        choices=MUON_RATES,
+        only_with=_BY_MUON,
+    )
     lora_plus_ratio: float = option(
         1.0, "Rate of LoRA's B over that of A (LoRA+)", group=RATE, above=0
     )
@@ -299,13 +334,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        check_used(self)
+        check_trains_matrices(self.optimizer_rule, trains_weights=False)
         check_words(self.lora)
         check_scale(self.scale, self.lora)
         check_devices(self.devices, min_devices=self.min_devices, shadow=self.shadow)
-        if self.val_rows and self.val_split:
-            raise ConfigError(
-                "'val_rows' and 'val_split' both say how many rows are held out; give one of them"
-            )
+        check_held_out(rows=self.val_rows, share=self.val_split)
         check_reports(self.report_to)
         check_objective(self.learnt, packing=self.packing, init_adapter=self.init_adapter)
 
@@ -317,9 +351,10 @@ class TrainConfig:
 
     @property
     def lora(self) -> LoraConfig:
+        by_scale = alpha_of(self.scale, self.rank, rslora=self.rslora)
         return LoraConfig(
             rank=self.rank,
-            alpha=self.alpha,
+            alpha=self.alpha or by_scale or DEFAULT_ALPHA,
             dropout=self.dropout,
             targets=self.targets,
             layers=self.adapter_layers,
@@ -341,6 +376,8 @@ class TrainConfig:
             beta2=self.adam_beta2,
             epsilon=self.adam_epsilon,
             momentum=self.momentum,
+            muon_momentum=self.muon_momentum,
+            muon_rate=self.muon_rate,
             weight_decay=self.weight_decay,
             lora_plus_ratio=self.lora_plus_ratio,
         )
@@ -360,8 +397,6 @@ class TrainConfig:
     def from_mapping(cls, mapping: Mapping[str, Any], *, source: str) -> TrainConfig:
         """Build from keys of a file or command line; `source` names the place in messages."""
         values = read_values(OPTIONS, mapping, source=source)
-        if values.get("scale") and "alpha" not in values:
-            values["alpha"] = _alpha_of(values)
         try:
             return cls(**values)
         except ConfigError as error:
@@ -380,8 +415,3 @@ def plain_values(mapping: Mapping[str, Any], *, source: str) -> dict[str, Any]:
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-
-
-def _alpha_of(values: Mapping[str, Any]) -> float:
-    rank = values.get("rank", OPTIONS["rank"].default)
-    return alpha_of(values["scale"], rank, rslora=values.get("rslora", False))

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from exo_train.errors import ConfigError
 from exo_train.options import nearest
@@ -26,6 +26,7 @@ ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_TARGETS = (*ATTENTION_TARGETS, "gate_proj", "up_proj", "down_proj")
 ALL_LINEAR = "all-linear"  # PEFT's word: every projection, but not the head
 ALL_LAYERS = ("all",)
+DEFAULT_ALPHA = 16.0
 MAX_RANK = 2**16
 MAX_ALPHA = 1e9
 
@@ -46,7 +47,7 @@ class LoraConfig:
     """
 
     rank: int = 8
-    alpha: float = 16.0
+    alpha: float = DEFAULT_ALPHA
     dropout: float = 0.0
     targets: tuple[str, ...] = ALL_TARGETS
     layers: tuple[str, ...] = ALL_LAYERS
@@ -91,6 +92,13 @@ def scale_of(alpha: float, rank: int, *, rslora: bool) -> float:
 def alpha_of(scale: float, rank: int, *, rslora: bool) -> float:
     """Give the alpha that makes `scale`; twelve digits take off what dividing has left behind."""
     return float(f"{scale * (math.sqrt(rank) if rslora else rank):.12g}")
+
+
+def said_over(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
+    """Join two places of options; a scale or an alpha is in place of the weaker place's other."""
+    strengths = {"scale", "alpha"}
+    hidden = strengths if strengths & stronger.keys() else set[str]()
+    return {**{k: v for k, v in weaker.items() if k not in hidden}, **stronger}
 
 
 def block_of(target: str) -> str:

@@ -41,3 +41,10 @@ def check_devices(devices: Sequence[str], *, min_devices: int, shadow: str) -> N
         raise ConfigError(
             f"'shadow' must be auto, off or a number of steps of at least 1, got '{shadow}'"
         )
+
+
+def check_held_out(*, rows: int, share: float) -> None:
+    if rows and share:
+        raise ConfigError(
+            "'val_rows' and 'val_split' both say how many rows are held out; give one of them"
+        )

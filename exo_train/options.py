@@ -33,6 +33,7 @@ class About:
     choices: tuple[str, ...] | tuple[int, ...] = ()
     shows_default: bool = True  # a number's; else `text` says what happens without it
     takes_numbers: bool = False  # in a list of names, as YAML reads `[0, 7]`
+    only_with: tuple[str, tuple[str, ...]] | None = None  # another option, and its values
 
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError for a value outside the range or the choices."""
@@ -115,6 +116,19 @@ def check_ranges(values: Any) -> None:
     """Check each field of an options dataclass by itself; raises ConfigError."""
     for field in dataclasses.fields(values):
         field.metadata[_KEY].check(field.name, getattr(values, field.name))
+
+
+def check_used(values: Any) -> None:
+    """Refuse an option that was changed and that another one's value leaves without a use."""
+    for field in dataclasses.fields(values):
+        if field.metadata[_KEY].only_with is None or getattr(values, field.name) == field.default:
+            continue
+        other, uses = field.metadata[_KEY].only_with
+        if (value := getattr(values, other)) not in uses:
+            raise ConfigError(
+                f"'{field.name}' does nothing with '{other}' {value}, only with "
+                f"{' or '.join(uses)}; leave one of them out"
+            )
 
 
 def read_values(

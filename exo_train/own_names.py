@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from exo_train.alias_values import NotHereError, Values
-from exo_train.aliases import ACCUMULATIONS, NESTED, RULES, Settled
+from exo_train.aliases import ACCUMULATIONS, NESTED, OWN_VALUES, RULES, Settled
 from exo_train.config import OPTIONS
 from exo_train.errors import ConfigError
 from exo_train.options import nearest, read_values
@@ -66,7 +66,7 @@ class _Reading:
             if name == "lr_schedule" and isinstance(value, dict):
                 self._refuse(name, _CURVE)
             if name in OPTIONS:
-                self._put(name, value, said_as=name)
+                self._put(name, self._own_value(name, value), said_as=name)
             elif name in ACCUMULATIONS:
                 together[name] = value
             elif name in RULES:
@@ -92,6 +92,13 @@ class _Reading:
             self._notes.append(f"'{name}' is read as '{option}'{shown}")
         if not values and isinstance(rule, Settled):
             self._notes.append(f"'{name}' is so anyway: {rule.because}")
+
+    def _own_value(self, name: str, value: Any) -> Any:
+        """Read a value that only other programs have for an option of ours."""
+        own = next((r.values(value)[name] for r in OWN_VALUES if r.option == name), value)
+        if own != value:
+            self._notes.append(f"'{name}' {_shown(value)} is read as {_shown(own)}")
+        return own
 
     def _accumulation(self, name: str, value: Any) -> None:
         count = self._one("batch_size", value, name)

@@ -15,8 +15,10 @@ import pytest
 
 from exo_train.train.data_set import read_data
 from exo_train.train.row_kinds import nothing_to_learn, read_row
+from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parent.parent
+CONFIGS = tuple((ROOT / "examples").glob("*/run.yaml"))
 
 
 def run_example(name: str) -> str:
@@ -46,6 +48,37 @@ def test_a_ring_of_three_learns_like_one_rank() -> None:
     assert loss_3 == pytest.approx(loss_1, rel=1e-5)
     assert norm_3 == pytest.approx(norm_1, rel=1e-4)
     assert loss_1[-1] < loss_1[0] - 0.2, "it must learn, or equal losses prove nothing"
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in CONFIGS))
+def test_a_config_trains_as_its_first_lines_say(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    model = make_tiny_model(tmp_path / "model", num_layers=2)
+    first = (ROOT / "examples" / name / "run.yaml").read_text("utf-8")
+    (command,) = re.findall(r"exo-train (train MODEL --config \S+)$", first, re.MULTILINE)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "exo_train", *command.replace("MODEL", str(model)).split(),
+            "--epochs", "2", "--profile-s", "0", "--run-dir", str(tmp_path / "run"),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"EXO_TRAIN_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=240,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text("utf-8"))
+    assert summary["status"] == "done"
+    if name == "pretraining":  # nothing is held out
+        assert summary["loss_last"] < summary["loss_first"]
+    else:
+        assert summary["eval_loss_after"] < summary["eval_loss_before"]
 
 
 def test_data_files_of_the_examples_and_the_page_are_rows() -> None:

@@ -16,8 +16,9 @@ import yaml
 from exo_train.agent.resuming import resumed_options
 from exo_train.agent.starting_adapter import with_adapter
 from exo_train.agent.yaml_file import read_mapping
-from exo_train.config import OPTIONS, TrainConfig
+from exo_train.config import OPTIONS, TrainConfig, plain_values
 from exo_train.errors import ConfigError
+from exo_train.lora_config import said_over
 from exo_train.own_names import OwnNames, to_own_names
 
 COMMAND_LINE = "command line"
@@ -61,22 +62,16 @@ def choose_options(
     in_file = _NOTHING
     if file is not None:
         in_file = to_own_names(read_mapping(file, option="--config"), source=str(file))
-        TrainConfig.from_mapping(in_file.values, source=str(file))
+        plain_values(in_file.values, source=str(file))
     on_line = to_own_names(given, source=COMMAND_LINE, weaker=in_file.values)
-    place = COMMAND_LINE if given else str(file)
-    said = _over(in_file.values, on_line.values)
+    plain_values(on_line.values, source=COMMAND_LINE)
+    place = COMMAND_LINE if file is None else f"{file} and {COMMAND_LINE}" if given else str(file)
+    said = said_over(in_file.values, on_line.values)
     values = with_adapter(said, source=place)
     config = TrainConfig.from_mapping(values, source=place)
     settled = {name: "--init-adapter" for name in values if name not in said}
     sources = settled | _sources(in_file, "file") | _sources(on_line, COMMAND_LINE)
     return ChosenOptions(config=config, sources=sources, notes=in_file.notes + on_line.notes)
-
-
-def _over(in_file: Mapping[str, Any], on_line: Mapping[str, Any]) -> dict[str, Any]:
-    """Join two places; one of scale and alpha on the line is in place of the file's other one."""
-    both = {"scale", "alpha"}
-    hidden = both if both & on_line.keys() else set[str]()
-    return {**{k: v for k, v in in_file.items() if k not in hidden}, **on_line}
 
 
 def _resumed(file: Path | None, given: Mapping[str, Any], run: Path) -> ChosenOptions:

@@ -44,7 +44,6 @@ from exo_train.agent.succession import (
 )
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
-from exo_train.plan.plan import Plan
 from exo_train.plan.stages import StageSpec
 from exo_train.shell import command_line
 from exo_train.train.beginning import Beginning, beginning_of
@@ -58,7 +57,7 @@ from exo_train.train.ring import Ring
 from exo_train.train.rundir import RunDir, Summary, check_free
 from exo_train.train.saving import Saver, SaveTimer, check_space
 from exo_train.train.state_copies import layout_bytes, state_layout
-from exo_train.train.step_shapes import steps_of
+from exo_train.train.step_shapes import padding_note, steps_of
 from exo_train.train.stopping import check_early_stop
 from exo_train.train.templates import KNOWN_TEMPLATES, read_template
 from exo_train.train.watcher import Watcher
@@ -192,13 +191,14 @@ def _train_on(
     state: dict[str, Any],
     pause: DiskPause,
 ) -> Outcome:
-    watcher.on_note(_padding_note(data, ring.plan))
+    watcher.on_note(padding_note(recovery.run.steps(ring.plan.microbatch_size), config))
     replicator = Replicator(
         ring.plan.run_id,
         directory.path,
         holders=household.holders,
         on_note=watcher.on_note,
         takes_over=ring.plan.generation > 1,  # resumed
+        first=checkpoint.path if checkpoint and not checkpoint.step else None,
     )
     trainer = Trainer(
         ring,
@@ -243,12 +243,6 @@ def _tied_to_input(watcher: Watcher) -> Watcher:
 
     threading.Thread(target=wait_ended, name="tied", daemon=True).start()
     return replace(watcher, wants_stop=lambda: ended.is_set() or watcher.wants_stop())
-
-
-def _padding_note(data: Data, plan: Plan) -> str:
-    return data.batches.padding_note(
-        microbatch_size=plan.microbatch_size, max_seq_length=plan.max_seq_length
-    )
 
 
 def _num_steps(config: TrainConfig, data: Data) -> int:

@@ -295,7 +295,11 @@ def _form(spec: ModelSpec, name: str) -> WeightForm:
     packing = spec.quantisation.of(name.removesuffix(".weight")) if spec.quantisation else None
     if packing is None:
         return DENSE
-    return WeightForm.packed(bits=packing.bits, group_size=packing.group_size)
+    return WeightForm.packed(
+        bits=packing.bits,
+        group_size=packing.group_size,
+        numbers_per_group=packing.numbers_per_group,
+    )
 
 
 def _bytes_in_16_bit(form: WeightForm) -> float:

@@ -54,7 +54,7 @@ class Recovery:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._ring = ring
-        self._run = run
+        self.run = run
         self.chosen = chosen
         self._household = household
         self._on_note = on_note
@@ -71,7 +71,7 @@ class Recovery:
     def watch_standbys(self) -> StandBys:
         """Begin to look after devices that do not train; the caller closes what is given."""
         self._standbys = StandBys(
-            self._run,
+            self.run,
             lambda: self.chosen,
             self._household.asking(from_thread=True),
             set_aside=self._losses.unwanted,
@@ -157,7 +157,7 @@ class Recovery:
         point("recover")
         if attempt.restored is not None:
             return
-        num_layers = self._run.manifest.spec.num_layers
+        num_layers = self.run.manifest.spec.num_layers
         at = newest_whole(holdings, num_layers=num_layers, up_to=known.up_to)
         own = None if at == known.up_to else _from_driver(known, attempt.generation)
         if at is not None and (own is None or own.at.step < at.step):
@@ -218,7 +218,7 @@ class Recovery:
             if not candidates:
                 raise DoesNotFitError("no device is here that the run may use")
             return replan_run(
-                self._run,
+                self.run,
                 self.chosen,
                 candidates,
                 self._household.asking(),

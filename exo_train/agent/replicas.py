@@ -172,7 +172,7 @@ class Replicas:
     def _receive(self, run: Path, head: pb.ReplicaHead, pieces: Iterator[pb.ReplicaPiece]) -> None:
         what = f"a copy of step {head.step} of run {run.name}"
         incoming = run / _INCOMING
-        if head.step and not (run / CONFIG_FILE).is_file():  # nobody could go on with it
+        if _is_checkpoint(head) and not (run / CONFIG_FILE).is_file():  # nobody could go on with it
             raise PeerError(f"{self._device} has no {CONFIG_FILE} of run {run.name}")
         with disk_errors(what, run):
             shutil.rmtree(incoming, ignore_errors=True)
@@ -225,11 +225,17 @@ def _touched_s(run: Path) -> float:
     return max(touched_s)
 
 
+def _is_checkpoint(head: pb.ReplicaHead) -> bool:
+    """Tell one from the run's own files; one of step 0 is the adapter that the run starts from."""
+    return head.step > 0 or any(file.name in CHECKPOINT_FILES for file in head.files)
+
+
 def _check_head(first: pb.ReplicaPiece) -> None:
     """Refuse what could name a file elsewhere, or take memory or disk without end."""
     head = first.head
     names = [file.name for file in head.files]
-    allowed = CHECKPOINT_FILES if head.step else RUN_FILES
+    is_checkpoint = _is_checkpoint(head)
+    allowed = CHECKPOINT_FILES if is_checkpoint else RUN_FILES
     if not first.HasField("head") or first.data:
         raise ProtocolError("a replica must begin with its head, and nothing else")
     is_plain = head.run_id.isascii() and head.run_id.isalnum()
@@ -240,7 +246,7 @@ def _check_head(first: pb.ReplicaPiece) -> None:
         )
     if not names or len(set(names)) != len(names) or not set(names) <= set(allowed):
         raise ProtocolError(f"a replica of step {head.step} may have just {', '.join(allowed)}")
-    if head.step and set(names) != set(allowed):
+    if is_checkpoint and set(names) != set(allowed):
         raise ProtocolError(f"a replica of step {head.step} must have all of {', '.join(allowed)}")
     if head.step > checkpoint.MAX_STEP or len(head.keep_steps) > MAX_KEPT_STEPS:
         raise ProtocolError(
@@ -273,7 +279,7 @@ def _receive_file(path: Path, file: pb.ReplicaFile, pieces: Iterator[pb.ReplicaP
 
 def _place(run: Path, incoming: Path, head: pb.ReplicaHead) -> None:
     """Let what has arrived count, and delete the checkpoints that the run keeps no more."""
-    if not head.step:
+    if not _is_checkpoint(head):
         for file in head.files:
             (incoming / file.name).replace(run / file.name)
         sync_directory(run)

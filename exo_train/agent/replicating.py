@@ -50,7 +50,8 @@ class Replicator:
     """Keeps a run's files on one other device, and on the next one when that fails.
 
     `holders` gives the other devices as they are now, the best first. `takes_over`: the run was
-    resumed, maybe by another device than the one that led it before.
+    resumed, maybe by another device than the one that led it before. `first` is the checkpoint of
+    step 0 of a run that starts from an adapter, which nobody else has.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Replicator:
         holders: Callable[[], Sequence[Holder]],
         on_note: Callable[[str], None],
         takes_over: bool = False,
+        first: Path | None = None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         self._run_id = run_id
@@ -68,6 +70,7 @@ class Replicator:
         self._holders = holders
         self._on_note = on_note
         self._takes_over = takes_over
+        self._first = first  # until a later checkpoint is there
         self._stall_timeout_s = stall_timeout_s
         self._chosen: NodeId | None = None
         self._has: dict[str, str] = {}  # SHA-256 of the run's own files on the chosen device
@@ -80,14 +83,15 @@ class Replicator:
         verified, and beside it all that `train --resume` needs there.
         """
         self._to_one(folder, step, keep_steps)
+        self._first = None
 
     def try_run_files(self) -> None:
-        """Copy the run's own files alone: it may have to be taken over before its next checkpoint.
+        """Copy the run's own files, as it may have to be taken over before its next checkpoint.
 
         Where that fails it is said with the checkpoint.
         """
         with contextlib.suppress(PeerError):
-            self._to_one()
+            self._to_one(self._first)
 
     def _to_one(
         self, folder: Path | None = None, step: int = 0, keep_steps: Sequence[int] = ()

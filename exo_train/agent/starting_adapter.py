@@ -17,11 +17,12 @@ from exo_train.config import TrainConfig, plain_values
 from exo_train.errors import ConfigError
 from exo_train.export.adapter_formats import Adapter, layer_and_target
 from exo_train.export.adapters import read_adapter
-from exo_train.lora_config import LoraConfig, placements
+from exo_train.lora_config import LoraConfig, placements, said_over
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.stages import StageSpec
 from exo_train.train.checkpoint import (
     Checkpoint,
+    checkpoint_of,
     load_checkpoint,
     newest_checkpoint,
     save_checkpoint,
@@ -47,9 +48,7 @@ def with_adapter(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     adapter = find_adapter(Path(path))
     settled = _options_of(adapter.lora)
     said = plain_values({k: v for k, v in values.items() if k in SETTLED}, source=source)
-    whole = {**values, **{k: v for k, v in settled.items() if k not in said}}
-    if "scale" in said and "alpha" not in said:
-        whole.pop("alpha")
+    whole = said_over(settled, values)
     asked = TrainConfig.from_mapping(whole, source=source)
     num_layers = 1 + max(layer_and_target(name)[0] for name in adapter.arrays)
     if not _are_alike(asked.lora, adapter.lora, num_layers):
@@ -67,14 +66,19 @@ def with_adapter(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
 
 
 def find_adapter(path: Path, *, num_layers: int | None = None) -> Adapter:
-    """Read an adapter's folder, or a run's newest state; raises ConfigError."""
+    """Read an adapter's folder, or a run's newest state; raises ConfigError.
+
+    Of a run that is done, what it has ended with: after an early end that is its best step.
+    """
     path = path.expanduser()
     if not (path / CONFIG_FILE).is_file():
         return read_adapter(path, num_layers=num_layers)
-    checkpoint = newest_checkpoint(path)
+    run = RunDir.open(path)
+    step = run.step_left()
+    checkpoint = newest_checkpoint(path) if step is None else checkpoint_of(path, step)
     if checkpoint is None:
         return read_adapter(path / "adapters" / "peft", num_layers=num_layers)
-    config = TrainConfig.from_mapping(RunDir.open(path).read_config(), source=f"{path}/config.yaml")
+    config = TrainConfig.from_mapping(run.read_config(), source=f"{path}/config.yaml")
     return Adapter(arrays=checkpoint.adapter, lora=config.lora, base_model=config.model)
 
 

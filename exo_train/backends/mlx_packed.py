@@ -3,8 +3,8 @@
 Owns the two modules and their gradient at the input. Must not read files or know adapters.
 
 On a GPU MLX's own kernels multiply with packed words. On a CPU theirs are 17 times slower than
-the dense product (measured: 256 x 576 by 1536, MLX 0.32), so there a matrix is dequantised in
-the forward and again in the backward, and is kept in neither.
+the dense product (measured: 256 x 576 by 1536, MLX 0.32), and they know no NF4; so there a matrix
+is dequantised in the forward and again in the backward, and is kept in neither.
 
 Shapes: F input features, O output features.
 """
@@ -17,24 +17,34 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from exo_train.models.packed import PackedMatrix
+from exo_train.models.packed import PackedMatrix, nf4_pairs
 
 
 class _Packed(nn.Module):  # type: ignore[misc]
-    """Words, scales and biases under the names that mlx_lm gives them."""
+    """Words, scales and biases under the names that mlx_lm gives them.
+
+    NF4 has no biases, but the two numbers of each byte: `pairs` (256, 2).
+    """
 
     def __init__(self, matrix: PackedMatrix, *, dtype: mx.Dtype, fused: bool) -> None:
         super().__init__()
         self.weight = mx.array(matrix.words_RW)
         self.scales = mx.array(matrix.scales_RG).astype(dtype)
-        self.biases = mx.array(matrix.biases_RG).astype(dtype)
         self.bits, self.group_size = matrix.packing.bits, matrix.packing.group_size
-        self.fused = fused
+        self.is_nf4, self.fused = matrix.biases_RG is None, fused
+        if matrix.biases_RG is None:
+            self.pairs = mx.array(nf4_pairs()).astype(dtype)
+        else:
+            self.biases = mx.array(matrix.biases_RG).astype(dtype)
         self.freeze()
 
     def dense(self, after: mx.array | None = None) -> mx.array:
         """Give the matrix (O, F), made no earlier than `after` is known."""
         scales = self.scales if after is None else mx.depends([self.scales], [after])[0]
+        if self.is_nf4:
+            numbers: mx.array = self.pairs[self.weight.view(mx.uint8)].reshape(*scales.shape, -1)
+            numbers = numbers * scales[..., None]
+            return numbers.reshape(scales.shape[0], -1)
         dense_OF: mx.array = mx.dequantize(
             self.weight, scales, self.biases, group_size=self.group_size, bits=self.bits
         )
@@ -42,7 +52,7 @@ class _Packed(nn.Module):  # type: ignore[misc]
 
     def product(self, x: mx.array) -> mx.array:
         """Give x (..., F) times the matrix, (..., O)."""
-        if self.fused:
+        if self.fused and not self.is_nf4:
             result: mx.array = mx.quantized_matmul(
                 x,
                 self.weight,

@@ -1,4 +1,4 @@
-"""Optimizers, written once for all backends, and what they keep of each adapter array.
+"""Optimizers, written once for all backends, and what they keep of each trained array.
 
 Owns the rules and the names of their state. Must not import a framework: a backend lends its
 module `xp` (torch, mlx.core; NumPy in tests), of which the rules use what all of them call the
@@ -22,6 +22,7 @@ from exo_train.optimizer_config import OptimizerConfig
 Shape = tuple[int, ...]
 Slots = dict[str, Any]
 ADAFACTOR_EPSILON, ADAFACTOR_DECAY = 1e-30, -0.8
+NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, NEWTON_SCHULZ_EPSILON = (3.4445, -4.7750, 2.0315), 5, 1e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ def state_shapes(config: OptimizerConfig, adapter: Mapping[str, Shape]) -> dict[
     return {
         f"{name}.{slot}": slot_shape
         for name, shape in adapter.items()
-        for slot, slot_shape in config.slots(shape).items()
+        for slot, slot_shape in config.slots(name, shape).items()
     }
 
 
@@ -75,14 +76,18 @@ class Optimizer:
         for name, value in adapter.items():
             # LoRA+ (Hayou et al. 2024, arXiv:2402.12354): B learns faster than A.
             faster = self._config.lora_plus_ratio if name.endswith(".lora_b") else 1.0
+            shape = self._shapes[name]
             turn = _Turn(
                 value=value,
                 gradient=gradients[name],
-                slots={slot: self.arrays[f"{name}.{slot}"] for slot in self._slots(name)},
+                slots={
+                    slot: self.arrays[f"{name}.{slot}"] for slot in self._config.slots(name, shape)
+                },
                 rate=learning_rate * faster,
                 count=self.num_updates,
             )
-            new, slots = RULES[self._config.name](self._config, self._xp, turn)
+            rule = RULES[self._config.rule_of(name, shape)]
+            new, slots = rule(self._config, self._xp, turn)
             self.arrays.update({f"{name}.{slot}": array for slot, array in slots.items()})
             yield name, new
 
@@ -97,9 +102,6 @@ class Optimizer:
         chosen = select_arrays(given, expected, layers=layers)
         self.arrays = {name: self._from_numpy(array) for name, array in chosen.items()}
         self.num_updates = int(given["step"])
-
-    def _slots(self, name: str) -> dict[str, Shape]:
-        return self._config.slots(self._shapes[name])
 
 
 def _decayed(config: OptimizerConfig, turn: _Turn) -> Any:
@@ -146,4 +148,36 @@ def _adafactor(config: OptimizerConfig, xp: Any, turn: _Turn) -> tuple[Any, Slot
     return _decayed(config, turn) - turn.rate * change / xp.clip(rms, 1.0, None), slots
 
 
-RULES: dict[str, Rule] = {"adamw": _adamw, "adafactor": _adafactor, "sgd": _sgd}
+def _muon(config: OptimizerConfig, xp: Any, turn: _Turn) -> tuple[Any, Slots]:
+    """Jordan et al. 2024, kellerjordan.github.io/posts/muon, with Nesterov's momentum.
+
+    `original` is its factor of the rate; `match_rms_adamw` that of Liu et al. 2025,
+    arXiv:2502.16982, with which a change is as large as AdamW's usual one.
+    """
+    keep, (rows, columns) = config.muon_momentum, turn.value.shape
+    momentum = keep * turn.slots["momentum"] + (1 - keep) * turn.gradient
+    ahead = keep * momentum + (1 - keep) * turn.gradient
+    if config.muon_rate == "original":
+        factor = max(1, rows / columns) ** 0.5
+    else:
+        factor = 0.2 * max(rows, columns) ** 0.5
+    change = turn.rate * factor * _nearly_orthogonal(ahead, xp)
+    return _decayed(config, turn) - change, {"momentum": momentum}
+
+
+def _nearly_orthogonal(matrix: Any, xp: Any) -> Any:
+    """Bring the singular values near 1 by the post's five steps of a Newton-Schulz iteration.
+
+    In float32 like `mlx.optimizers`; PyTorch's and the post's own are in bfloat16, for speed.
+    """
+    rows, columns = matrix.shape
+    x = matrix.T if rows > columns else matrix
+    x = x / (xp.sqrt(xp.sum(x * x)) + NEWTON_SCHULZ_EPSILON)
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.T if rows > columns else x
+
+
+RULES: dict[str, Rule] = {"adamw": _adamw, "adafactor": _adafactor, "sgd": _sgd, "muon": _muon}

@@ -14,16 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from exo_train.models.packed import PackedMatrix
+from exo_train.models.packed import PackedMatrix, nf4_pairs
 from exo_train.plan.memory import DENSE_BLOCK_VALUES
 
 
 class _Packed(torch.nn.Module):
-    """`codes` are bytes (O, F * bits / 8); of 4 bits the even column lies below the odd one."""
+    """`codes` are bytes (O, F * bits / 8); of 4 bits the even column lies below the odd one.
+
+    NF4 has no biases, but the two numbers of each byte: `pairs` (256, 2).
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
-    biases: torch.Tensor
+    biases: torch.Tensor | None
+    pairs: torch.Tensor | None
 
     def __init__(self, matrix: PackedMatrix, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -32,14 +36,23 @@ class _Packed(torch.nn.Module):
         codes = np.ascontiguousarray(matrix.words_RW).view(np.uint8)
         self.register_buffer("codes", _copied(codes).to(device))
         self.register_buffer("scales", _copied(matrix.scales_RG).to(device, dtype))
-        self.register_buffer("biases", _copied(matrix.biases_RG).to(device, dtype))
+        self.register_buffer("biases", None)
+        self.register_buffer("pairs", None)
+        if matrix.biases_RG is None:
+            self.pairs = _copied(nf4_pairs()).to(device, dtype)
+        else:
+            self.biases = _copied(matrix.biases_RG).to(device, dtype)
 
     def dense(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
         """Give rows of the matrix (N, F) in the dtype of the scales."""
-        codes = self.codes[rows]
+        codes, scales = self.codes[rows], self.scales[rows].unsqueeze(-1)
+        if self.pairs is not None:
+            pairs = torch.nn.functional.embedding(codes.int(), self.pairs)
+            return pairs.view(*scales.shape[:2], -1).mul_(scales).view(-1, self.in_features)
         if self.bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], dim=-1)
-        scales, biases = self.scales[rows].unsqueeze(-1), self.biases[rows].unsqueeze(-1)
+        assert self.biases is not None
+        biases = self.biases[rows].unsqueeze(-1)
         codes = codes.view(*scales.shape[:2], -1)
         if scales.dtype is torch.float32:  # a third faster than the one below, on a CPU
             numbers = (codes * scales).add_(biases)

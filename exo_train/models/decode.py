@@ -2,8 +2,9 @@
 
 Owns the list of encodings. Must not read files.
 
-"AFFINE:<bits>:<group size>:<float type>" is a matrix in the form of `packed`: its words, then its
-scales, then its biases, the latter two in that float type.
+Matrices in the forms of `packed`: "AFFINE:<bits>:<group size>:<float type>" is its words, then its
+scales, then its biases, the latter two in that float type; "NF4" is bitsandbytes' bytes of codes,
+row by row, then a float32 scale for each 64 columns.
 """
 
 from __future__ import annotations
@@ -15,11 +16,20 @@ import gguf
 import numpy as np
 
 from exo_train.errors import ModelError
-from exo_train.models.packed import GGUF_PACKINGS, PackedMatrix, Packing, from_gguf_blocks
+from exo_train.models.packed import (
+    AFFINE,
+    GGUF_PACKINGS,
+    NF4_PACKING,
+    PackedMatrix,
+    Packing,
+    from_gguf_blocks,
+    from_nf4,
+)
 from exo_train.models.tensors import TensorInfo
 from exo_train.wire.tensor import Bytes, DType, HostTensor
 
 GGUF_PREFIX = "GGUF:"
+NF4_ENCODING = "NF4"
 _FLOATS = {"F32": DType.FP32, "F16": DType.FP16, "BF16": DType.BF16}
 # Blocks that the `gguf` package can turn into float32.
 _QUANTISED = {
@@ -35,14 +45,17 @@ _STORED_TYPES = frozenset([*_FLOATS, *_QUANTISED])
 _AFFINE = re.compile(r"AFFINE:(\d{1,2}):(\d{1,3}):(F32|F16|BF16)")
 
 
-def affine_encoding(packing: Packing, scale_type: str) -> str:
+def packed_encoding(packing: Packing, scale_type: str) -> str:
+    """Name the encoding of a packed matrix; NF4 always has its scales in F32."""
+    if packing.form != AFFINE:
+        return NF4_ENCODING
     return f"AFFINE:{packing.bits}:{packing.group_size}:{scale_type}"
 
 
 def packing_of(encoding: str) -> Packing | None:
     """Give the packing in which a matrix's numbers are held exactly; None: as floats only."""
-    if affine := _affine(encoding):
-        return affine[0]
+    if parts := _packed_parts(encoding):
+        return parts[0]
     if not encoding.startswith(GGUF_PREFIX):
         return None
     return GGUF_PACKINGS.get(_stored_type(encoding))
@@ -51,7 +64,7 @@ def packing_of(encoding: str) -> Packing | None:
 def is_known_encoding(encoding: str) -> bool:
     return (
         encoding in _FLOATS
-        or _affine(encoding) is not None
+        or _packed_parts(encoding) is not None
         or (encoding.startswith(GGUF_PREFIX) and _stored_type(encoding) in _STORED_TYPES)
     )
 
@@ -63,10 +76,11 @@ def encoded_num_bytes(encoding: str, shape: tuple[int, ...], *, place: str) -> i
             f"{place}: stored as {encoding}, which is not supported; use a model in F32, F16, "
             f"BF16, or a GGUF of a type such as Q8_0 or Q4_K"
         )
-    if affine := _affine(encoding):
-        packing, scale_type = affine
+    if parts := _packed_parts(encoding):
+        packing, scale_type = parts
         words, scales = packing.shapes(shape, place=place)
-        return 4 * math.prod(words) + 2 * math.prod(scales) * scale_type.num_bytes
+        numbers = packing.numbers_per_group * math.prod(scales)
+        return 4 * math.prod(words) + numbers * scale_type.num_bytes
     stored = _stored_type(encoding)
     num_elements = math.prod(shape)
     if stored in _FLOATS:
@@ -83,7 +97,7 @@ def encoded_num_bytes(encoding: str, shape: tuple[int, ...], *, place: str) -> i
 def decode(info: TensorInfo, raw: Bytes) -> HostTensor:
     """Give the numbers: float types as stored, quantised types as FP32, rope order undone."""
     _check_size(info, raw)
-    if _affine(info.encoding):
+    if _packed_parts(info.encoding):
         return HostTensor.from_numpy(decode_packed(info, raw).dense())
     stored = _stored_type(info.encoding)
     if stored in _FLOATS:
@@ -104,12 +118,12 @@ def decode(info: TensorInfo, raw: Bytes) -> HostTensor:
 def decode_packed(info: TensorInfo, raw: Bytes) -> PackedMatrix:
     """Give a tensor that `packing_of` knows without unpacking it, rope order undone."""
     _check_size(info, raw)
-    if affine := _affine(info.encoding):
-        matrix = _split(*affine, info, memoryview(raw))
+    if parts := _packed_parts(info.encoding):
+        matrix = _split(*parts, info, memoryview(raw))
     else:
         blocks_RB = np.frombuffer(raw, dtype=np.uint8).reshape(info.shape[0], -1)
         matrix = from_gguf_blocks(_stored_type(info.encoding), blocks_RB)
-    if not info.rope_heads:
+    if not info.rope_heads or matrix.biases_RG is None:  # only a GGUF has that order
         return matrix
     return PackedMatrix(
         packing=matrix.packing,
@@ -122,6 +136,10 @@ def decode_packed(info: TensorInfo, raw: Bytes) -> PackedMatrix:
 def _split(packing: Packing, scale_type: DType, info: TensorInfo, raw: memoryview) -> PackedMatrix:
     words, scales = packing.shapes(info.shape, place=info.name)
     start = 4 * math.prod(words)
+    if packing.form != AFFINE:
+        return from_nf4(
+            np.frombuffer(raw[:start], np.uint8), np.frombuffer(raw[start:], "<f4").reshape(scales)
+        )
     end = start + math.prod(scales) * scale_type.num_bytes
     scales_RG, biases_RG = (
         HostTensor(scale_type, scales, part).to_numpy().astype(np.float32)
@@ -135,7 +153,9 @@ def _split(packing: Packing, scale_type: DType, info: TensorInfo, raw: memoryvie
     )
 
 
-def _affine(encoding: str) -> tuple[Packing, DType] | None:
+def _packed_parts(encoding: str) -> tuple[Packing, DType] | None:
+    if encoding == NF4_ENCODING:
+        return NF4_PACKING, DType.FP32
     parts = _AFFINE.fullmatch(encoding)
     if parts is None:
         return None

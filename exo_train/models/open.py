@@ -11,6 +11,8 @@ from pathlib import Path
 from exo_train.errors import ModelError
 from exo_train.models.decode import encoded_num_bytes
 from exo_train.models.gguf_file import GgufFile
+from exo_train.models.nf4_dir import Nf4Dir
+from exo_train.models.packed import NF4_PACKING
 from exo_train.models.packed_dir import PackedDir
 from exo_train.models.safetensors_dir import SafetensorsDir, read_json
 from exo_train.models.spec import LM_HEAD, ModelSpec
@@ -28,7 +30,9 @@ def open_model(path: Path) -> tuple[ModelSpec, TensorSource]:
         spec = ModelSpec.from_config(read_json(config_file), place=str(config_file))
         stored = SafetensorsDir(path)
         source: TensorSource = stored
-        if spec.quantisation is not None:
+        if spec.quantisation is not None and spec.quantisation.default == NF4_PACKING:
+            source = Nf4Dir(stored, spec.quantisation, place=str(path))
+        elif spec.quantisation is not None:
             source = PackedDir(stored, spec.quantisation, place=str(path))
     elif path.suffix.lower() == ".gguf":
         gguf_file = GgufFile(path)

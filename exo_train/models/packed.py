@@ -1,8 +1,9 @@
-"""Quantised matrices in the one form that all backends compute with.
+"""Quantised matrices in the two forms that all backends compute with.
 
 Owns MLX's affine form (`weight = scale * code + bias`, a scale and a bias for each group of a
-row), the rule that makes it from numbers, and its reading from GGUF blocks. NumPy only; must not
-read files or know a framework.
+row), the rule that makes it from numbers, and its reading from GGUF blocks; and NF4
+(`weight = scale * NF4_VALUES[code]`) as bitsandbytes stores it. NumPy only; must not read files or
+know a framework.
 
 Shapes: R rows (outputs), C columns (inputs), W 32-bit words of a row, G groups of a row.
 """
@@ -18,16 +19,36 @@ from exo_train.errors import ModelError
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
 GGUF_GROUP_SIZE = 32
+AFFINE, NF4 = "affine", "nf4"
+# Quantiles of a normal distribution, scaled to [-1, 1] (Dettmers et al. 2023, arXiv:2305.14314,
+# appendix E).
+NF4_VALUES = np.array(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ],
+    np.float32,
+)  # fmt: skip
 # The smallest scale, so that a group of equal values does not divide by nothing.
 MIN_SCALE = np.float32(1e-7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How codes lie in words: `bits` each, with a scale and a bias every `group_size` columns."""
+    """How codes lie in words: `bits` each, with a scale every `group_size` columns.
+
+    With a bias, too, where `form` is affine; without where it is nf4.
+    """
 
     bits: int
     group_size: int
+    form: str = AFFINE
+
+    @property
+    def numbers_per_group(self) -> int:
+        return 2 if self.form == AFFINE else 1
 
     def check(self, *, place: str) -> None:
         """Refuse what no backend computes with."""
@@ -49,17 +70,24 @@ class Packing:
         return (rows, columns * self.bits // 32), (rows, columns // self.group_size)
 
     def __str__(self) -> str:
-        return f"{self.bits} bits in groups of {self.group_size}"
+        bits = f"{self.bits} bits" if self.form == AFFINE else "NF4"
+        return f"{bits} in groups of {self.group_size}"
+
+
+NF4_PACKING = Packing(bits=4, group_size=64, form=NF4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedMatrix:
-    """`words_RW` uint32, code k of a word at bit k * bits; `scales_RG` and `biases_RG` float32."""
+    """`words_RW` uint32, code k of a word at bit k * bits; `scales_RG` and `biases_RG` float32.
+
+    NF4 has no biases: None.
+    """
 
     packing: Packing
     words_RW: np.ndarray
     scales_RG: np.ndarray
-    biases_RG: np.ndarray
+    biases_RG: np.ndarray | None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,10 +104,20 @@ class PackedMatrix:
     def dense(self) -> np.ndarray:
         """Give the numbers (R, C) as float32."""
         rows, columns = self.shape
-        grouped = self.codes().astype(np.float32).reshape(rows, -1, self.packing.group_size)
+        codes = self.codes()
+        affine = self.biases_RG is not None
+        numbers: np.ndarray = codes.astype(np.float32) if affine else NF4_VALUES[codes]
+        grouped = numbers.reshape(rows, -1, self.packing.group_size)
         grouped *= self.scales_RG[..., None]
-        grouped += self.biases_RG[..., None]
+        if self.biases_RG is not None:
+            grouped += self.biases_RG[..., None]
         return grouped.reshape(rows, columns)
+
+
+def nf4_pairs() -> np.ndarray:
+    """Give the two numbers of each byte of NF4 codes, (256, 2), the even column's first."""
+    codes = np.arange(256)
+    return np.asarray(NF4_VALUES[np.stack([codes & 15, codes >> 4], axis=-1)])
 
 
 def from_codes(
@@ -130,6 +168,18 @@ def quantised(values_RC: np.ndarray, packing: Packing) -> PackedMatrix:
         codes = np.rint((grouped - biases[..., None]) / scales[..., None])
         codes = np.clip(codes, np.float32(0), most).astype(np.uint8)
     return from_codes(codes.reshape(rows, columns), scales, biases, packing)
+
+
+def from_nf4(codes: np.ndarray, scales_RG: np.ndarray) -> PackedMatrix:
+    """Take bitsandbytes' bytes of two codes each, of which the even column's is the upper one."""
+    rows = scales_RG.shape[0]
+    swapped = codes << 4 | codes >> 4
+    return PackedMatrix(
+        packing=NF4_PACKING,
+        words_RW=swapped.reshape(rows, -1).view("<u4"),
+        scales_RG=np.ascontiguousarray(scales_RG, np.float32),
+        biases_RG=None,
+    )
 
 
 GGUF_PACKINGS = {

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from exo_train.errors import ModelError
-from exo_train.models.decode import affine_encoding, encoded_num_bytes
+from exo_train.models.decode import encoded_num_bytes, packed_encoding
 from exo_train.models.quantised_config import Quantisation
 from exo_train.models.safetensors_dir import SafetensorsDir
 from exo_train.models.tensors import TensorInfo
@@ -86,7 +86,7 @@ def _joined(
             f"and biases {list(biases.shape)} {biases.encoding} do not belong together at "
             f"{packing}; fetch the model again"
         )
-    encoding = affine_encoding(packing, scales.encoding)
+    encoding = packed_encoding(packing, scales.encoding)
     info = TensorInfo(
         name=f"{module}.weight",
         encoding=encoding,

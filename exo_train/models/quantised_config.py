@@ -1,8 +1,8 @@
 """What a model's config says of quantised weights.
 
 Owns the reading of MLX's `quantization` (mlx_lm writes it twice, also as `quantization_config`),
-the same for a GGUF's tensors, and the refusal of other ways to quantise, by name. Must not read
-files.
+the same for a GGUF's tensors, of bitsandbytes' NF4, and the refusal of other ways to quantise, by
+name. Must not read files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from exo_train.errors import ModelError
 from exo_train.models.decode import packing_of
 from exo_train.models.fields import whole
-from exo_train.models.packed import Packing
+from exo_train.models.packed import NF4_PACKING, Packing
 from exo_train.models.tensors import TensorInfo
 
 KEYS = ("quantization", "quantization_config")
@@ -25,12 +25,18 @@ _DEFAULT = Packing(bits=4, group_size=64)  # mlx_lm's, where a module's entry le
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantisation:
-    """The packing of all modules but those of `overrides`, by module path; None: not packed."""
+    """The packing of all modules but those of `overrides`, by module path; None: not packed.
+
+    Nor is any whose path has one of `skipped` among its parts, which may be several together.
+    """
 
     default: Packing
     overrides: tuple[tuple[str, Packing | None], ...] = ()
+    skipped: tuple[str, ...] = ()
 
     def of(self, module: str) -> Packing | None:
+        if any(f".{part}." in f".{module}." for part in self.skipped):
+            return None
         return next((given for name, given in self.overrides if name == module), self.default)
 
 
@@ -44,12 +50,14 @@ def read_quantisation(config: Mapping[str, Any], *, place: str) -> Quantisation 
         raise ModelError(f"{place}: '{key}' must hold a JSON object")
     if any(other != value for _, other in found[1:]):
         raise ModelError(f"{place}: '{KEYS[0]}' and '{KEYS[1]}' differ; fetch the model again")
+    if value.get("quant_method") == "bitsandbytes":
+        return _bitsandbytes(value, place=f"{place}: '{key}'")
     if "bits" not in value or "group_size" not in value or value.get("quant_method"):
         method = str(value.get("quant_method", "an unknown method"))[:40]
         raise ModelError(
             f"{place}: the weights are quantised by {method} ('{key}'), which is not supported; "
-            f"use an MLX model of 4 or 8 bits, a GGUF file, or the unquantised model with "
-            f"--quantize 4"
+            f"use an MLX model of 4 or 8 bits, a GGUF file, bitsandbytes' NF4, or the unquantised "
+            f"model with --quantize 4"
         )
     if len(value) > MAX_OVERRIDES:
         raise ModelError(f"{place}: '{key}' has {len(value)} entries, the limit is {MAX_OVERRIDES}")
@@ -65,6 +73,28 @@ def read_quantisation(config: Mapping[str, Any], *, place: str) -> Quantisation 
             (name, default if entry is True else entry or None) for name, entry in overrides.items()
         ),
     )
+
+
+def _bitsandbytes(value: Mapping[str, Any], *, place: str) -> Quantisation:
+    """Read what transformers writes; it never quantises embedding and head."""
+    is_4_bit = value.get("load_in_4bit") or value.get("_load_in_4bit")
+    kind = value.get("bnb_4bit_quant_type") if is_4_bit else "8 bits"
+    storage = value.get("bnb_4bit_quant_storage") or "uint8"
+    if kind != "nf4" or storage != "uint8":
+        said = f"{str(kind)[:40]} stored as {str(storage)[:40]}" if is_4_bit else kind
+        raise ModelError(
+            f"{place}: bitsandbytes' {said} is not supported; use its nf4 stored as uint8, or the "
+            f"unquantised model with --quantize 4"
+        )
+    skipped = value.get("llm_int8_skip_modules") or []
+    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
+        raise ModelError(f"{place}: 'llm_int8_skip_modules' must be a list of names")
+    if len(skipped) > MAX_OVERRIDES:
+        raise ModelError(
+            f"{place}: 'llm_int8_skip_modules' has {len(skipped)} names, the limit is "
+            f"{MAX_OVERRIDES}"
+        )
+    return Quantisation(default=NF4_PACKING, skipped=("embed_tokens", "lm_head", *skipped))
 
 
 def quantisation_of(infos: Mapping[str, TensorInfo]) -> dict[str, Any] | None:

@@ -18,7 +18,8 @@ class TensorInfo:
     """One stored tensor: how it is encoded and what it decodes to.
 
     `name` has the global layer index, e.g. `model.layers.7.self_attn.q_proj.weight`.
-    `encoding` is a safetensors dtype ("F32", "F16", "BF16") or "GGUF:<type>" (e.g. "GGUF:Q4_1").
+    `encoding` is a safetensors dtype ("F32", "F16", "BF16"), "GGUF:<type>" (e.g. "GGUF:Q4_1"), or
+    one of the packed ones that `decode` has.
     `shape` is the decoded shape. `num_bytes` counts the encoded bytes.
     `rope_heads` > 0 marks rows stored in GGUF's permuted order for that many heads.
     """

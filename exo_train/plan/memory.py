@@ -28,15 +28,16 @@ _FP32_BYTES = 4
 class WeightForm:
     """What a value of a frozen matrix takes: bytes of its code, and numbers of the compute dtype.
 
-    4 bits in groups of 64 are half a byte and two numbers (scale, bias) for 64 values.
+    4 bits in groups of 64 are half a byte and two numbers (scale, bias) for 64 values; NF4 has no
+    bias.
     """
 
     code_bytes: float = 0.0
     floats: float = 1.0
 
     @classmethod
-    def packed(cls, *, bits: int, group_size: int) -> WeightForm:
-        return cls(code_bytes=bits / 8, floats=2 / group_size)
+    def packed(cls, *, bits: int, group_size: int, numbers_per_group: int = 2) -> WeightForm:
+        return cls(code_bytes=bits / 8, floats=numbers_per_group / group_size)
 
     @property
     def is_packed(self) -> bool:
@@ -257,12 +258,13 @@ def copied_bytes(shape: ModelShape, lora: LoraConfig, optimizer: OptimizerConfig
 
     All in fp32. A stage itself has the gradients besides.
     """
-    arrays: list[tuple[int, ...]] = []
+    arrays: dict[str, tuple[int, ...]] = {}
     for target, rank in densest_layer(lora, shape.num_layers).items():
         inputs, outputs = shape.projection(target)
-        arrays += [(inputs, rank), (rank, outputs), *([(outputs,)] if lora.dora else [])]
-    kept = [slot for array in arrays for slot in optimizer.slots(array).values()]
-    return _FP32_BYTES * sum(math.prod(array) for array in (*arrays, *kept))
+        arrays |= {f"{target}.lora_a": (inputs, rank), f"{target}.lora_b": (rank, outputs)}
+        arrays |= {f"{target}.dora_m": (outputs,)} if lora.dora else {}
+    kept = [slot for each in arrays.items() for slot in optimizer.slots(*each).values()]
+    return _FP32_BYTES * sum(math.prod(array) for array in (*arrays.values(), *kept))
 
 
 def activation_bytes_per_token(

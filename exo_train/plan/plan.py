@@ -16,7 +16,7 @@ from exo_train.config import DTYPES, PIPELINE_SCHEDULES, QUANTIZE_BITS
 from exo_train.errors import ProtocolError
 from exo_train.lora_config import LoraConfig
 from exo_train.objective_config import MAX_BETA, OBJECTIVES, ObjectiveConfig
-from exo_train.optimizer_config import OPTIMIZERS, OptimizerConfig
+from exo_train.optimizer_config import MUON_RATES, OPTIMIZERS, OptimizerConfig
 from exo_train.peer import Address, NodeId
 from exo_train.plan.fields import Fields, parse_json
 from exo_train.plan.lora_fields import placements_of, read_lora
@@ -259,6 +259,8 @@ def _optimizer_from(fields: Fields) -> OptimizerConfig:
             beta2=fields.number("beta2", low=0.0, high=_BELOW_ONE),
             epsilon=fields.number("epsilon", low=0.0),
             momentum=fields.number("momentum", low=0.0, high=_BELOW_ONE),
+            muon_momentum=fields.number("muon_momentum", low=0.0, high=_BELOW_ONE),
+            muon_rate=fields.text("muon_rate", choices=MUON_RATES),
             lora_plus_ratio=fields.number("lora_plus_ratio", low=0.0),
             weight_decay=fields.number("weight_decay", low=0.0),
         )

@@ -183,7 +183,7 @@ def _shorter(attempt: Attempt) -> Trials:
 def _smaller_rank(attempt: Attempt) -> Trials:
     rank = attempt.config.rank // 2
     while rank >= MIN_RANK:
-        yield f"--rank {rank}", _with(attempt, rank=rank, scale=0.0)
+        yield f"--rank {rank}", _with(attempt, rank=rank)
         rank //= 2
 
 

@@ -31,7 +31,6 @@ MICROBATCHES_PER_STAGE = 4
 # Grouped by length, so many batches are cut from one sorted stretch of the epoch: a sequence is
 # padded by at most the lengths' range over this, and PAD_MULTIPLE - 1, on average.
 POOL_BATCHES = 16
-MUCH_PADDING = 0.2  # from which share of the positions on it is said what helps
 
 Item = TypeVar("Item")
 
@@ -211,22 +210,6 @@ class BatchPlan:
                 "each step trains on all of them"
             )
         return tuple(notes)
-
-    def padding_note(self, *, microbatch_size: int, max_seq_length: int) -> str:
-        """Say how much of what an epoch computes is padding, and what helps if it is much."""
-        steps = [self.batch_for_step(step) for step in range(self.steps_per_epoch)]
-        tokens = sum(step.num_tokens for step in steps)
-        padded = sum(
-            step.num_padded_tokens(microbatch_size=microbatch_size, max_seq_length=max_seq_length)
-            for step in steps
-        )
-        positions = tokens + padded
-        share = padded / positions
-        said = f"an epoch computes {positions} positions for {tokens} tokens: {share:.0%} padding"
-        if share > MUCH_PADDING and not (self.packed_length or self.group_by_length):
-            ways = "--group-by-length" if self.has_pairs else "--packing or --group-by-length"
-            said += f"; {ways} makes it less"
-        return said
 
     def batch_for_step(self, step: int) -> StepBatch:
         """Give the rows of `step` (from 0); one batch of an epoch may be short.

@@ -120,7 +120,7 @@ def beginning_of(
         objective=config.objective,
         adapter=adapter_sentence(spec, config.lora),
         rank=config.rank,
-        alpha=config.alpha,
+        alpha=config.lora.alpha,
         targets=trainable.targets,
         dtype=config.dtype,
         seed=config.seed,

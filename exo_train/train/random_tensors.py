@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from exo_train.errors import ModelError
-from exo_train.models.decode import affine_encoding, encoded_num_bytes, packing_of
-from exo_train.models.packed import Packing, packing_for
+from exo_train.models.decode import encoded_num_bytes, packed_encoding, packing_of
+from exo_train.models.packed import AFFINE, Packing, packing_for
 from exo_train.models.spec import ModelSpec, is_projection
 from exo_train.models.tensors import TensorInfo
 from exo_train.wire.tensor import Bytes, DType
@@ -32,7 +32,7 @@ class RandomTensors:
         self._infos: dict[str, TensorInfo] = {}
         for name, shape in spec.all_tensor_shapes().items():
             packing = _packing(spec, name, shape, quantize)
-            encoding = affine_encoding(packing, "F32") if packing else _ENCODINGS[dtype]
+            encoding = packed_encoding(packing, "F32") if packing else _ENCODINGS[dtype]
             num_bytes = encoded_num_bytes(encoding, shape, place=name)
             self._infos[name] = TensorInfo(
                 name=name, encoding=encoding, shape=shape, num_bytes=num_bytes
@@ -59,6 +59,9 @@ class RandomTensors:
         """Give random codes; scales and biases as of values of about 1 / sqrt(columns)."""
         words, scales = packing.shapes(shape, place=name)
         codes = np.resize(self._values.view(np.uint32) * np.uint32(2654435761), math.prod(words))
+        if packing.form != AFFINE:
+            scales_RG = np.full(math.prod(scales), np.float32(2 / math.sqrt(shape[-1])))
+            return codes.tobytes() + scales_RG.tobytes()
         scale = np.float32(4 / (1 << packing.bits) / math.sqrt(shape[-1]))
         scales_RG = np.full(math.prod(scales), scale)
         biases_RG = np.full(math.prod(scales), -scale * np.float32((1 << packing.bits) / 2))

@@ -188,6 +188,15 @@ class RunDir:
     def write_summary(self, summary: Summary) -> None:
         self._write_json(SUMMARY_FILE, summary.to_dict())
 
+    def step_left(self) -> int | None:
+        """Give the step whose adapter the run has ended with; None: it is not done."""
+        try:
+            summary = json.loads((self.path / SUMMARY_FILE).read_text("utf-8"))
+            step = summary["saved_step"] if summary["status"] == "done" else None
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return None
+        return step if isinstance(step, int) else None
+
     def write_loss_plot(self, *, train: Points, held_out: Points = ()) -> None:
         """Draw loss against step; each point is (step, loss)."""
         self._write(LOSS_FILE, draw_loss(train=train, held_out=held_out))

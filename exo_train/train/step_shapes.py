@@ -13,18 +13,21 @@ from exo_train.config import TrainConfig
 from exo_train.train.batches import BatchPlan, StepBatch
 
 MAX_LOOKED_AT_STEPS = 200  # spread over the first epoch
+MUCH_PADDING = 0.2  # from which share of the positions on it is said what helps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
     """A step: `mean_width` decides its time, `longest` (of any sequence) its memory.
 
-    Of pairs there are `num_sequences`, and `mean_width` is that of both answers together.
+    Of pairs there are `num_sequences`, and `mean_width` is that of both answers together. `padding`
+    is a share of the positions.
     """
 
     num_sequences: int
     mean_width: float
     longest: int
+    padding: float = 0.0
 
     @property
     def positions(self) -> int:
@@ -61,9 +64,19 @@ def steps_of(batches: BatchPlan, config: TrainConfig) -> StepShapes:
             num_sequences=num_sequences,
             mean_width=positions / sum(len(step.sequences) for step in steps),
             longest=longest_width,
+            padding=1 - sum(step.num_tokens for step in steps) / positions,
         )
 
     return shape
+
+
+def padding_note(shape: StepShape, config: TrainConfig) -> str:
+    """Say how much of what a step computes is padding, and what helps if it is much."""
+    said = f"{shape.padding:.0%} of the {shape.positions} positions of a step are padding"
+    if shape.padding > MUCH_PADDING and not (config.packing or config.group_by_length):
+        ways = "--group-by-length" if config.learnt.has_pairs else "--packing or --group-by-length"
+        said += f"; {ways} makes it less"
+    return said
 
 
 def _positions(step: StepBatch, microbatch_size: int, config: TrainConfig) -> int:

@@ -73,6 +73,16 @@ def kept(tmp_path: Path) -> Kept:
     return Kept(tmp_path)
 
 
+def test_what_a_run_starts_from_is_kept_as_its_step_0(kept: Kept) -> None:
+    with pytest.raises(PeerError, match=r"attic has no config\.yaml"):
+        kept.send_step(0)
+    kept.send_run_files()
+    kept.send_step(0)
+    assert newest_value(kept.copy) == (0, 0.0)
+    kept.send_step(20)
+    assert held(kept.copy) == [20]
+
+
 def test_a_copy_is_laid_out_like_a_run_and_can_be_resumed(kept: Kept) -> None:
     kept.send_run_files()
     kept.send_step(20)

@@ -75,6 +75,22 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "rün 1").path
 
 
+def test_an_adapter_that_a_run_starts_from_is_with_the_successor(
+    join: Join, tmp_path: Path, run: Path
+) -> None:
+    """Until a later checkpoint is there: formed anew after that, it must not come again."""
+    attic = join("attic")
+    den = ByHand.invited_by(attic, tmp_path / "den")
+    leading = Leading(den, run, holder(den, attic), first=save_step(run, 0))
+    leading.replicator.try_run_files()
+    assert newest_value(copy_on(attic)) == (0, 0.0)
+    leading.save(20)
+    (run / "metrics.jsonl").write_text("{}\n")
+    leading.replicator.try_run_files()
+    assert newest_value(copy_on(attic)) == (20, 20.0)
+    assert 20 in held(copy_on(attic))
+
+
 def test_another_member_can_go_on_with_what_it_holds(join: Join, tmp_path: Path, run: Path) -> None:
     """All that `train --resume` reads is there, without the model's and data's old places."""
     attic = join("attic")

@@ -286,22 +286,32 @@ def test_a_process_does_not_inherit_the_peak_of_the_one_that_started_it() -> Non
     assert int(done.stdout) < ballast.nbytes / 2
 
 
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
 @each_backend
-@pytest.mark.parametrize("how", ["as the model is", "by the run"])
-def test_a_quantised_base_is_timed_with_packed_weights(backend: str, how: str) -> None:
-    spec, quantize = model(tied=False), 0
-    if how == "by the run":
-        quantize = 8
-    else:
-        config = json.loads(spec.config_json) | {"quantization": {"bits": 8, "group_size": 64}}
-        spec = ModelSpec.from_config(config, place="a quantised model")
+@pytest.mark.parametrize(
+    ("quantisation", "encodings"),
+    [
+        ({"bits": 8, "group_size": 64}, ("AFFINE:8:64:F32", "AFFINE:8:64:F32")),
+        (NF4, ("NF4", "F32")),
+        (None, ("AFFINE:8:64:F32", "F32")),
+    ],
+    ids=["MLX's", "NF4", "by the run"],
+)
+def test_a_quantised_base_is_timed_with_packed_weights(
+    backend: str, quantisation: dict[str, Any] | None, encodings: tuple[str, str]
+) -> None:
+    quantize = 0 if quantisation else 8
+    config = json.loads(model(tied=False).config_json) | {"quantization_config": quantisation}
+    spec = ModelSpec.from_config(config, place="a quantised model")
     source = RandomTensors(spec, DType.FP32, quantize=quantize)
     name = "model.layers.1.mlp.down_proj.weight"
     values = decode(source.infos[name], source.read(name)).to_numpy()
-    assert source.infos[name].encoding == "AFFINE:8:64:F32"
+    assert source.infos[name].encoding == encodings[0]
     # As large as those of a real model, so that nothing grows or vanishes from layer to layer.
     assert 0.5 < values.std() * 512**0.5 < 2
-    assert source.infos["lm_head.weight"].encoding == ("F32" if quantize else "AFFINE:8:64:F32")
+    assert source.infos["lm_head.weight"].encoding == encodings[1]
     settings: dict[str, Any] = {"with_ends": True, "budget_s": 0.05, "clock": ticking()}
     times = profiled(backend, spec, quantize=quantize, **settings)
     assert times.layer_s > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exo_train.agent.starting_adapter import check_adapter_options, first_checkpoint, with_adapter
+from exo_train.agent.starting_adapter import (
+    check_adapter_options,
+    find_adapter,
+    first_checkpoint,
+    with_adapter,
+)
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, InterruptedRunError
 from exo_train.export.adapters import read_adapter, write_adapters
 from exo_train.lora_config import placements
-from exo_train.train.checkpoint import newest_checkpoint
+from exo_train.train.checkpoint import newest_checkpoint, save_checkpoint
 from exo_train.train.rundir import RunDir
 from exo_train.train.watcher import Watcher
 from tests.ring.local_household import household_of, only_memory, run_in
@@ -123,6 +130,21 @@ def test_a_new_run_begins_where_the_adapter_stands(
     newest = newest_checkpoint(tmp_path / "new")
     assert newest is not None
     assert int(newest.optimizer["step"]) == STEPS
+
+
+def test_a_run_that_ended_early_is_begun_from_at_its_best(
+    earlier: tuple[Path, float], tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(earlier[0], tmp_path / "run")
+    newest = newest_checkpoint(run_dir)
+    assert newest is not None
+    best = {name: value / 2 for name, value in newest.adapter.items()}
+    save_checkpoint(run_dir, step=2, adapter=best, optimizer={}, state={})
+    told = {"status": "done", "saved_step": 2, "ended_early": "no better"}
+    (run_dir / "summary.json").write_text(json.dumps(told), "utf-8")
+    assert largest_difference(find_adapter(run_dir).arrays, best) == 0
+    (run_dir / "summary.json").write_text(json.dumps(told | {"status": "interrupted"}), "utf-8")
+    assert largest_difference(find_adapter(run_dir).arrays, newest.adapter) == 0
 
 
 def test_the_adapter_settles_its_options(earlier: tuple[Path, float]) -> None:

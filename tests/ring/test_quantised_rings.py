@@ -12,13 +12,14 @@ from exo_train.agent.planning import make_plan, model_shape, with_weights_held
 from exo_train.models.packed import Packing
 from exo_train.plan.plan import Plan
 from exo_train.plan.workloads import held_shape
-from tests.packed_models import make_packed_model
+from tests.packed_models import make_nf4_model, make_packed_model
 from tests.ring.rings import CONFIG, candidates, manifest_of, train_ring
 from tests.tiny_models import make_tiny_gguf, make_tiny_model
 
 FOUR = Packing(bits=4, group_size=64)
 MODELS = {
     "an MLX model": (lambda path: make_packed_model(path, FOUR, num_layers=3), 0),
+    "NF4 of bitsandbytes": (lambda path: make_nf4_model(path, num_layers=3), 0),
     "a GGUF": (lambda path: make_tiny_gguf(path.with_suffix(".gguf"), encoding="Q4_1"), 0),
     "quantised by the run": (lambda path: make_tiny_model(path, num_layers=3), 8),
 }
@@ -75,6 +76,9 @@ def test_memory_is_reckoned_as_the_model_is_held(tmp_path: Path) -> None:
     assert shape.vocabulary_weights.code_bytes == 0.5
     dense = held_shape(shape, quantize=0, base_weights="dense")
     assert not dense.layer_weights.is_packed
+    nf4 = model_shape(manifest_of(make_nf4_model(tmp_path / "nf4", num_layers=2)).spec)
+    assert nf4.layer_weights.bytes_per_value(2) == pytest.approx(0.5 + 2 / 64)
+    assert not nf4.vocabulary_weights.is_packed
     plain = model_shape(manifest_of(make_tiny_model(tmp_path / "plain")).spec)
     quantised = held_shape(plain, quantize=8, base_weights="packed")
     assert quantised.layer_weights.bytes_per_value(2) == 1 + 2 * 2 / 32  # rows of 96 values

@@ -99,13 +99,19 @@ def test_plans_and_profiles_reckon_with_the_fullest_layer() -> None:
     assert in_every_layer(LoraConfig(), 2) == LoraConfig()
 
 
+def test_lora_scale_is_alpha_over_rank() -> None:
+    lora = _from(rank=4, alpha=6, dropout=0.25, targets="q_proj").lora
+    assert (lora.scale, lora.dropout, lora.targets) == (1.5, 0.25, ("q_proj",))
+    assert TrainConfig().lora.targets == ALL_TARGETS
+
+
 @pytest.mark.parametrize(
     ("said", "alpha"),
     [({"scale": 3}, 24.0), ({"scale": "3", "rank": 9, "rslora": True}, 9.0), ({"alpha": 5}, 5.0)],
 )
 def test_a_scale_is_said_instead_of_alpha(said: dict[str, Any], alpha: float) -> None:
     config = _from(**said)
-    assert config.alpha == alpha
+    assert config.lora.alpha == alpha
     assert config.lora.scale == pytest.approx(float(said.get("scale", 5 / 8)))
     assert _from(**config.to_dict()) == config
 

@@ -69,7 +69,7 @@ def test_file_of_mlx_lm_alone_is_enough(tmp_path: Path) -> None:
     config = chosen.config
     assert (config.model, config.data, config.run_dir) == ("mistral", "./data", "adapters")
     assert (config.steps, config.batch_size, config.eval_every) == (40, 4, 200)
-    assert (config.rank, config.alpha, config.dropout) == (4, 12.0, 0.1)
+    assert (config.rank, config.lora.alpha, config.dropout) == (4, 12.0, 0.1)
     assert config.lora.scale == 3.0
     assert config.targets == ("q_proj", "v_proj")
     assert "'lora_parameters.scale' is read as 'scale'" in chosen.notes
@@ -162,7 +162,26 @@ def test_what_has_a_meaning_here_by_now_is_read() -> None:
     rslora = TrainConfig.from_mapping(
         _read(lora_parameters={"rank": 16, "scale": 20}, use_rslora=True), source=""
     )
-    assert (rslora.alpha, rslora.lora.scale) == (80.0, 20.0)
+    assert (rslora.lora.alpha, rslora.lora.scale) == (80.0, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "own"),
+    [
+        ({"optimizer": "adamw_torch_fused"}, {"optimizer": "adamw"}),
+        ({"optimizer": "adafactor"}, {"optimizer": "adafactor"}),
+        ({"dtype": "bfloat16"}, {"dtype": "bf16"}),
+    ],
+)
+def test_our_own_names_are_read_with_others_values(
+    said: dict[str, Any], own: dict[str, Any]
+) -> None:
+    read = to_own_names(said, source="")
+    assert read.values == own
+    ((name, value),) = said.items()
+    assert read.notes == ((f"'{name}' {value} is read as {own[name]}",) if said != own else ())
+    with pytest.raises(ConfigError, match="'optimizer' must be one of"):
+        choose_options(None, {"model": "m", "data": "d", "optimizer": "lion"})
 
 
 def test_unknown_name_is_refused_with_the_nearest_of_all() -> None:
@@ -174,7 +193,7 @@ def test_scale_and_accumulation_take_the_other_half_from_the_file(tmp_path: Path
     file = tmp_path / "options.yaml"
     file.write_text("micro_batch_size: 2\nrank: 4\nlora_alpha: 99\n", "utf-8")
     config = choose_options(file, {"grad_accumulation_steps": "3", "lora_scale": "2"}).config
-    assert (config.batch_size, config.alpha) == (6, 8.0)
+    assert (config.batch_size, config.lora.alpha) == (6, 8.0)
 
 
 # The command line

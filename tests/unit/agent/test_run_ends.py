@@ -20,6 +20,7 @@ from exo_train.train.disk_pause import DiskPause
 from exo_train.train.durable import DiskError
 from exo_train.train.progress import Progress
 from exo_train.train.rundir import RunDir
+from exo_train.train.step_shapes import full_steps
 from exo_train.train.watcher import Watcher
 
 
@@ -84,10 +85,13 @@ def test_the_last_write_can_be_done_again(
     pause = DiskPause(device="attic", say=lambda note: None, wants_stop=lambda: stops)
     plan = SimpleNamespace(run_id="r", generation=1, microbatch_size=1, max_seq_length=8)
     ring: Any = SimpleNamespace(plan=plan)
-    data: Any = SimpleNamespace(batches=SimpleNamespace(padding_note=lambda **sizes: "none"))
+    data: Any = SimpleNamespace()
     household: Any = SimpleNamespace(holders=list)
-    recovery: Any = SimpleNamespace(chosen=SimpleNamespace(prediction=None, advise=None))
     config = TrainConfig(model="m", steps=4)
+    recovery: Any = SimpleNamespace(
+        run=SimpleNamespace(steps=full_steps(config)),
+        chosen=SimpleNamespace(prediction=None, advise=None),
+    )
     model: Any = SimpleNamespace(manifest=SimpleNamespace(spec=SimpleNamespace(vocab_size=8)))
     with pytest.raises(raised, match=f"step 4 is saved in .*--resume {tmp_path}"):
         driver._train_on(

@@ -96,7 +96,7 @@ def test_parts_that_do_not_fit_are_refused(
         ({"bits": 4, "group_size": 64, DOWN: False}, "the config says that it is not quantised"),
         ({"bits": "4", "group_size": 64}, "'bits' must be a whole number"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "quantised by gptq"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "by bitsandbytes"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes' None"),
         ({"load_in_4bit": True}, "by an unknown method"),
         ([4], "must hold a JSON object"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,13 +90,3 @@ def test_any_grouped_step_can_be_had_without_those_before() -> None:
         in_order[step] for step in steps
     ]
     assert max(ALL_LENGTHS) == max(s.num_inputs for s in in_order[0].sequences)
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-def test_it_is_said_how_much_is_padding(grouped: bool) -> None:
-    plan = plan_of((200, 1, 199, 2, 198, 3, 197, 4), grouped=grouped, batch_size=8)
-    note = plan.padding_note(microbatch_size=4, max_seq_length=MAX)
-    assert note == "an epoch computes 832 positions for 804 tokens: 3% padding"
-    wide = plan.padding_note(microbatch_size=8, max_seq_length=MAX)
-    helps = "" if grouped else "; --packing or --group-by-length makes it less"
-    assert wide == f"an epoch computes 1600 positions for 804 tokens: 50% padding{helps}"

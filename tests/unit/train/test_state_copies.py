@@ -93,7 +93,7 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
         assert np.array_equal(array, other[name]), name
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "muon"])
 @pytest.mark.parametrize("backend", available_backends())
 def test_the_layout_is_what_a_real_stage_gives(
     model: Path, manifest: ModelManifest, backend: str, optimizer: str

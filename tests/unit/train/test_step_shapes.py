@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from exo_train.config import TrainConfig
-from exo_train.train.batches import BatchPlan
+from exo_train.train.batches import BatchPlan, plan_batches
 from exo_train.train.examples import Example
-from exo_train.train.step_shapes import full_steps, steps_of
+from exo_train.train.step_shapes import full_steps, padding_note, steps_of
 
 CONFIG = TrainConfig(batch_size=4, max_seq_length=64)
 
@@ -49,3 +49,16 @@ def test_a_long_epoch_is_looked_at_in_parts() -> None:
     config = replace(CONFIG, batch_size=2)
     steps = steps_of(BatchPlan(examples=examples, batch_size=2, seed=0), config)
     assert steps(1).mean_width == pytest.approx(12, rel=0.1)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_it_is_said_how_much_is_padding(grouped: bool) -> None:
+    config = TrainConfig(batch_size=8, max_seq_length=256, group_by_length=grouped)
+    examples = rows(200, 1, 199, 2, 198, 3, 197, 4)
+    steps = steps_of(plan_batches(examples, config), config)
+    if grouped:
+        note = "3% of the 832 positions of a step are padding"
+        assert padding_note(steps(4), config) == note
+    helps = "" if grouped else "; --packing or --group-by-length makes it less"
+    wide = padding_note(steps(8), config)
+    assert wide == f"50% of the 1600 positions of a step are padding{helps}"
