@@ -299,7 +299,7 @@ def test_values_given_in_code_are_checked_too() -> None:
 def test_round_trip_through_yaml_and_json(source: int) -> None:
     values = {name: FILE_AND_COMMAND_LINE[name][source] for name in USABLE}
     values["val_split"] = 0.0  # val_rows says the same otherwise
-    values |= {"objective": "sft", "beta": 0.1}  # pairs do not go with packing, nor orpo with smoothing
+    values |= {"objective": "sft", "beta": 0.1}  # pairs go with neither packing nor smoothing
     values |= {"optimizer": "adamw", "momentum": 0.9, "lr_schedule": "linear"}
     values |= {name: DEFAULTS[name] for name in NOT_FOR_ADAPTERS}
     values["scale"] = 0.0  # alpha says the same otherwise
