@@ -44,8 +44,7 @@ BASE_WEIGHTS = ("auto", "packed", "dense")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 BAD_ROWS = ("error", "drop")
 MAX_PROFILE_S = 60.0
-_BY_ADAMW, _BY_MUON = ("optimizer", WITH_ADAMW), ("optimizer", ("muon",))
-
+_BY_ADAMW = ("optimizer", WITH_ADAMW)
 # Headings of the help and of docs/options.md, in their order.
 WHAT, CHATS, LENGTH, RATE, ADAPTER, NUMBERS, CHECKS, SAFETY, DEVICES = (
     "What is trained",
@@ -214,14 +213,14 @@ class TrainConfig:
         0.9, "SGD's; 0: none", group=RATE, minimum=0, below=1, only_with=("optimizer", ("sgd",))
     )
     muon_momentum: float = option(
-        0.95, "Muon's", group=RATE, minimum=0, below=1, only_with=_BY_MUON
+        0.95, "Muon's", group=RATE, minimum=0, below=1, only_with=("optimizer", ("muon",))
     )
     muon_rate: str = option(
         MUON_RATES[0],
         "what Muon's rate is multiplied by for a matrix's shape",
         group=RATE,
         choices=MUON_RATES,
-        only_with=_BY_MUON,
+        only_with=("optimizer", ("muon",)),
     )
     lora_plus_ratio: float = option(
         1.0, "Rate of LoRA's B over that of A (LoRA+)", group=RATE, above=0
@@ -267,11 +266,7 @@ class TrainConfig:
         0, "Rows held out when the data has no valid part", group=CHECKS, minimum=0
     )
     val_split: float = option(
-        0.0,
-        "Share of the rows held out instead of a number",
-        group=CHECKS,
-        minimum=0,
-        below=1,
+        0.0, "Share of the rows held out instead of a number", group=CHECKS, minimum=0, below=1
     )
     eval_every: int = option(
         0,
@@ -345,9 +340,8 @@ class TrainConfig:
 
     @property
     def learnt(self) -> ObjectiveConfig:
-        return ObjectiveConfig(
-            name=self.objective, beta=self.beta, label_smoothing=self.label_smoothing
-        )
+        smoothing = self.label_smoothing
+        return ObjectiveConfig(name=self.objective, beta=self.beta, label_smoothing=smoothing)
 
     @property
     def lora(self) -> LoraConfig:
@@ -390,8 +384,8 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Give plain values for YAML and JSON."""
-        plain = dataclasses.asdict(self)
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
+        values = dataclasses.asdict(self).items()
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values}
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, source: str) -> TrainConfig:
@@ -404,14 +398,3 @@ class TrainConfig:
 
 
 OPTIONS = options_of(TrainConfig)
-
-
-def plain_values(mapping: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """Read single options as `to_dict` gives them; raises ConfigError for one that is wrong."""
-    values = read_values(OPTIONS, mapping, source=source)
-    for name, value in values.items():
-        try:
-            OPTIONS[name].about.check(name, value)
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {error}") from None
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}

@@ -149,6 +149,19 @@ def read_values(
     return values
 
 
+def plain_values(
+    known: Mapping[str, Option], mapping: Mapping[str, Any], *, source: str
+) -> dict[str, Any]:
+    """Read single options as YAML and JSON have them; raises ConfigError for one that is wrong."""
+    values = read_values(known, mapping, source=source)
+    for name, value in values.items():
+        try:
+            known[name].about.check(name, value)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Give "; did you mean ...?", or nothing where no name is near."""
     close = difflib.get_close_matches(name, list(names), n=1)

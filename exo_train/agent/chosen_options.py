@@ -16,9 +16,10 @@ import yaml
 from exo_train.agent.resuming import resumed_options
 from exo_train.agent.starting_adapter import with_adapter
 from exo_train.agent.yaml_file import read_mapping
-from exo_train.config import OPTIONS, TrainConfig, plain_values
+from exo_train.config import OPTIONS, TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.lora_config import said_over
+from exo_train.options import plain_values
 from exo_train.own_names import OwnNames, to_own_names
 
 COMMAND_LINE = "command line"
@@ -62,9 +63,9 @@ def choose_options(
     in_file = _NOTHING
     if file is not None:
         in_file = to_own_names(read_mapping(file, option="--config"), source=str(file))
-        plain_values(in_file.values, source=str(file))
+        plain_values(OPTIONS, in_file.values, source=str(file))
     on_line = to_own_names(given, source=COMMAND_LINE, weaker=in_file.values)
-    plain_values(on_line.values, source=COMMAND_LINE)
+    plain_values(OPTIONS, on_line.values, source=COMMAND_LINE)
     place = COMMAND_LINE if file is None else f"{file} and {COMMAND_LINE}" if given else str(file)
     said = said_over(in_file.values, on_line.values)
     values = with_adapter(said, source=place)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from exo_train.agent.run_data import fingerprint
-from exo_train.config import TrainConfig, plain_values
+from exo_train.config import OPTIONS, TrainConfig
 from exo_train.errors import ConfigError, DataError, ProtocolError
+from exo_train.options import plain_values
 from exo_train.plan.plan import Plan
 from exo_train.train.batches import plan_batches
 from exo_train.train.checkpoint import Checkpoint, newest_checkpoint
@@ -46,7 +47,7 @@ def resumed_options(run: Path, changes: Mapping[str, Any]) -> TrainConfig:
     # The split is in the plan; laid down anew it is what counts.
     before = {**stored.to_dict(), "layers": ()}
     # Compared one by one first: what two options say together is no matter of a resumed run.
-    asked = {**before, **plain_values(changes, source="command line")}
+    asked = {**before, **plain_values(OPTIONS, changes, source="command line")}
     conflicts = [
         f"--{name.replace('_', '-')} cannot change on --resume: the run has "
         f"{_shown(before[name])}, the command line says {_shown(asked[name])}"

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from exo_train.backends.lora import adapter_shapes, is_adapter
-from exo_train.config import TrainConfig, plain_values
+from exo_train.config import OPTIONS, TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.export.adapter_formats import Adapter, layer_and_target
 from exo_train.export.adapters import read_adapter
 from exo_train.lora_config import LoraConfig, placements, said_over
 from exo_train.models.spec import ModelSpec
+from exo_train.options import plain_values
 from exo_train.plan.stages import StageSpec
 from exo_train.train.checkpoint import (
     Checkpoint,
@@ -47,7 +48,7 @@ def with_adapter(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
         return dict(values)
     adapter = find_adapter(Path(path))
     settled = _options_of(adapter.lora)
-    said = plain_values({k: v for k, v in values.items() if k in SETTLED}, source=source)
+    said = plain_values(OPTIONS, {k: v for k, v in values.items() if k in SETTLED}, source=source)
     whole = said_over(settled, values)
     asked = TrainConfig.from_mapping(whole, source=source)
     num_layers = 1 + max(layer_and_target(name)[0] for name in adapter.arrays)

@@ -77,7 +77,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "momentum": {"optimizer": "sgd"},
     "beta": {"objective": "orpo"},
 }
-# Of Muon, which no adapter is trained by.
 NOT_FOR_ADAPTERS = ("muon_momentum", "muon_rate")
 USABLE = [name for name in NAMES if name not in NOT_FOR_ADAPTERS]
 
