@@ -22,6 +22,7 @@ import pytest
 from exo_train.agent import recovery
 from exo_train.agent.local_ring import LocalNetwork, LocalSurroundings
 from exo_train.backends.base import Arrays, MicrobatchInput
+from exo_train.backends.preference import PairSums
 from exo_train.errors import ExoTrainError, PeerLostError, ProtocolError
 from exo_train.models.manifest import ModelManifest
 from exo_train.plan.plan import Plan
@@ -116,7 +117,7 @@ class History:
     """A stage whose weights are what was applied to them, layer by layer."""
 
     def __init__(self, harm: Harm, device: str, plan: Plan, layers: range) -> None:
-        self._harm, self._device, self._generation = harm, device, plan.generation
+        self._harm, self._device, self.generation = harm, device, plan.generation
         self.adapters: dict[int, Applied] = dict.fromkeys(layers, ())
         self.moments: dict[int, Applied] = dict.fromkeys(layers, ())
         self._step = self._gradient = 0
@@ -135,6 +136,9 @@ class History:
     def grad_square_sum(self) -> float:
         return 1.0
 
+    def take_pair_sums(self) -> PairSums:
+        return PairSums()
+
     def find_bad_gradient(self) -> str:
         return ""
 
@@ -146,7 +150,7 @@ class History:
         number = int(learning_rate)
         assert number == self._gradient, "a commit is applied to the gradient of another step"
         assert number in self._harm.ordered, "a step is applied that the driver dropped"
-        entry = (self._generation, self._step, number)
+        entry = (self.generation, self._step, number)
         for place, layer in enumerate(self.adapters):
             done = [step for _, step, _ in self.adapters[layer]]
             assert self._step not in done, f"step {self._step} is applied twice"
@@ -194,6 +198,8 @@ class Around(LocalSurroundings):
         return [] if self._store is None else list(self._store._kept.values())
 
     def connect(self, plan: Plan, rank: int, token: str) -> tuple[None, None]:
+        if self.stage is not None:  # it may stay
+            self.stage.generation = plan.generation
         return None, None
 
     def tensors(self, manifest: ModelManifest, *args: Any, **options: Any) -> Any:
