@@ -1,4 +1,4 @@
-"""Which projections of a model get an adapter, of which rank and strength.
+"""What of a model is trained: projections that get an adapter, of which rank, or all weights.
 
 Owns the words for it (targets, layers, patterns) and what they come to on a model of so many
 layers. Pure: knows no array and no file. A choice that fits no layer is refused for the whole
@@ -42,7 +42,8 @@ class LoraConfig:
     """W x + scale · B A x, or with `dora` m · (W + scale · B A) x / |W + scale · B A|.
 
     `rank_pattern` and `alpha_pattern` name what differs from `rank` and `alpha`; of two that fit
-    a projection the one with its layer counts. `layers` are as `chosen_layers` reads them.
+    a projection the one with its layer counts. `layers` are as `chosen_layers` reads them. `full`:
+    no adapter, the layers' own weights are trained, and only `layers` count.
     """
 
     rank: int = 8
@@ -54,6 +55,7 @@ class LoraConfig:
     dora: bool = False
     rank_pattern: Pattern[int] = ()
     alpha_pattern: Pattern[float] = ()
+    full: bool = False
 
     @property
     def scale(self) -> float:
@@ -108,11 +110,13 @@ def adapter_prefix(layer: int, target: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def placements(lora: LoraConfig, num_layers: int) -> tuple[Placement, ...]:
-    """Give every projection that gets an adapter, in the order of computing.
+    """Give every projection that gets an adapter, in the order of computing; none with `full`.
 
     Raises ConfigError for a target, layer or pattern that fits nothing in `num_layers` layers.
     """
     chosen = _chosen(lora, num_layers)
+    if lora.full:
+        return ()
     ranks = _pattern(lora.rank_pattern, "rank_pattern", chosen)
     alphas = _pattern(lora.alpha_pattern, "alpha_pattern", chosen)
     return tuple(
@@ -140,6 +144,8 @@ def densest_layer(lora: LoraConfig, num_layers: int) -> dict[str, int]:
 
 def in_every_layer(lora: LoraConfig, num_layers: int) -> LoraConfig:
     """Give the adapters of `densest_layer` for a model of any number of layers."""
+    if lora.full:
+        return LoraConfig(full=True)
     ranks = densest_layer(lora, num_layers)
     return LoraConfig(
         rank=lora.rank,

@@ -40,6 +40,9 @@ class Slot:
     adapter: Adapter = field(default_factory=dict)
     dropout: Dropout | None = None
 
+    def put(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+
 
 class LoraLinear(nn.Module):  # type: ignore[misc]
     """A frozen projection plus `scale * (dropout(x) A) B`, computed in float32.

@@ -21,6 +21,8 @@ from exo_train.optimizer_config import OptimizerConfig
 
 Shape = tuple[int, ...]
 Slots = dict[str, Any]
+# Norms and biases of a model are not pulled to zero: BERT's rule, and transformers' since.
+UNDECAYED = ("norm.weight", ".bias")
 ADAFACTOR_EPSILON, ADAFACTOR_DECAY = 1e-30, -0.8
 
 
@@ -33,6 +35,7 @@ class _Turn:
     slots: Slots
     rate: float
     count: int
+    decays: bool
 
 
 # (options, xp, turn) -> the new value and slots
@@ -81,6 +84,7 @@ class Optimizer:
                 slots={slot: self.arrays[f"{name}.{slot}"] for slot in self._slots(name)},
                 rate=learning_rate * faster,
                 count=self.num_updates,
+                decays=not name.endswith(UNDECAYED),
             )
             new, slots = RULES[self._config.name](self._config, self._xp, turn)
             self.arrays.update({f"{name}.{slot}": array for slot, array in slots.items()})
@@ -104,6 +108,8 @@ class Optimizer:
 
 def _decayed(config: OptimizerConfig, turn: _Turn) -> Any:
     """Decay apart from the gradient, in all rules: Loshchilov & Hutter 2017, arXiv:1711.05101."""
+    if not turn.decays:
+        return turn.value
     return (1 - turn.rate * config.weight_decay) * turn.value
 
 
