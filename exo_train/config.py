@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +12,25 @@ from exo_train.errors import ConfigError
 from exo_train.lora_config import (
     ALL_LAYERS,
     ALL_TARGETS,
+    FULL_LEARNING_RATE,
     MAX_ALPHA,
     MAX_RANK,
+    NOT_WITH_FULL,
     LoraConfig,
     alpha_of,
+    check_no_adapter,
     check_words,
     read_pattern,
 )
 from exo_train.optimizer_config import OPTIMIZERS, OptimizerConfig
-from exo_train.options import check_ranges, nearest, option, options_of, read_values
+from exo_train.option_checks import (
+    REPORT_LIBRARIES,
+    check_devices,
+    check_reports,
+    check_scale,
+    check_shadow,
+)
+from exo_train.options import check_ranges, option, options_of, read_values
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 LR_SCHEDULES = ("cosine", "linear", "constant")
@@ -30,7 +38,6 @@ QUANTIZE_BITS = (0, 4, 8)
 BASE_WEIGHTS = ("auto", "packed", "dense")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 BAD_ROWS = ("error", "drop")
-REPORT_LIBRARIES = ("tensorboard", "wandb", "trackio", "swanlab")
 MAX_PROFILE_S = 60.0
 
 
@@ -107,7 +114,7 @@ class TrainConfig:
     group_by_length: bool = option(
         False, "Put rows of similar length into a batch: less padding", group=LENGTH
     )
-    learning_rate: float = option(2e-4, "Peak rate", group=RATE, above=0)
+    learning_rate: float = option(2e-4, "Peak rate; with --full 2e-5", group=RATE, above=0)
     lr_schedule: str = option(
         "cosine", "how the rate falls after warm-up", group=RATE, choices=LR_SCHEDULES
     )
@@ -125,6 +132,12 @@ class TrainConfig:
         group=RATE,
         minimum=0,
         maximum=1,
+    )
+    full: bool = option(
+        False,
+        "Train the weights of --adapter-layers themselves, of embedding and head too where these "
+        "are all; no adapter",
+        group=ADAPTER,
     )
     rank: int = option(8, "LoRA rank", group=ADAPTER, minimum=1)
     alpha: float = option(16.0, "LoRA alpha; scale is alpha/rank", group=ADAPTER, above=0)
@@ -150,7 +163,7 @@ class TrainConfig:
     )
     adapter_layers: tuple[str, ...] = option(
         ALL_LAYERS,
-        "Layers that get adapters: all, last:8, or numbers like 0-3,7",
+        "Layers that are trained: all, last:8, or numbers like 0-3,7",
         group=ADAPTER,
         takes_numbers=True,
     )
@@ -255,7 +268,9 @@ class TrainConfig:
         3, "Newest checkpoints to keep, beside the best one", group=SAFETY, minimum=1
     )
     shadow: str = option(
-        "auto", "State copied to a neighbour: auto, off, or every so many steps", group=SAFETY
+        "auto",
+        "State copied to a neighbour: auto (with --full off), off, or every so many steps",
+        group=SAFETY,
     )
     takeover: bool = option(True, "Another member goes on when this device is gone", group=SAFETY)
     min_devices: int = option(
@@ -288,13 +303,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_ranges(self)
         check_words(self.lora)
-        _check_scale(self)
-        _check_devices(self)
+        check_scale(self.scale, alpha=self.alpha, rank=self.rank, is_scale=self.lora.scale)
+        check_devices(self.devices, self.min_devices)
+        check_shadow(self.shadow)
         if self.val_rows and self.val_split:
             raise ConfigError(
                 "'val_rows' and 'val_split' both say how many rows are held out; give one of them"
             )
-        _check_reports(self.report_to)
+        check_reports(self.report_to)
+        self._check_full()
 
     @property
     def lora(self) -> LoraConfig:
@@ -306,6 +323,7 @@ class TrainConfig:
             layers=self.adapter_layers,
             rslora=self.rslora,
             dora=self.dora,
+            full=self.full,
             rank_pattern=read_pattern(
                 self.rank_pattern, "rank_pattern", int, above=0, most=MAX_RANK
             ),
@@ -313,6 +331,18 @@ class TrainConfig:
                 self.alpha_pattern, "alpha_pattern", float, above=0, most=MAX_ALPHA
             ),
         )
+
+    def _check_full(self) -> None:
+        if self.full:
+            check_no_adapter(
+                {name: getattr(self, name) for name in NOT_WITH_FULL},
+                {name: OPTIONS[name].default for name in NOT_WITH_FULL},
+            )
+
+    @property
+    def copies(self) -> str:
+        """`shadow`, whose auto is off where all weights are trained: their state is too large."""
+        return "off" if self.full and self.shadow == "auto" else self.shadow
 
     @property
     def optimizer_rule(self) -> OptimizerConfig:
@@ -343,6 +373,8 @@ class TrainConfig:
         values = read_values(OPTIONS, mapping, source=source)
         if values.get("scale") and "alpha" not in values:
             values["alpha"] = _alpha_of(values)
+        if values.get("full"):
+            values.setdefault("learning_rate", FULL_LEARNING_RATE)
         try:
             return cls(**values)
         except ConfigError as error:
@@ -366,33 +398,3 @@ def plain_values(mapping: Mapping[str, Any], *, source: str) -> dict[str, Any]:
 def _alpha_of(values: Mapping[str, Any]) -> float:
     rank = values.get("rank", OPTIONS["rank"].default)
     return alpha_of(values["scale"], rank, rslora=values.get("rslora", False))
-
-
-def _check_scale(config: TrainConfig) -> None:
-    scale = config.lora.scale
-    if config.scale and not math.isclose(config.scale, scale, rel_tol=1e-6):
-        raise ConfigError(
-            f"'scale' {config.scale:g} and 'alpha' {config.alpha:g} disagree: with rank "
-            f"{config.rank} that alpha makes a scale of {scale:g}; leave one of them out"
-        )
-
-
-def _check_reports(libraries: tuple[str, ...]) -> None:
-    for name in libraries:
-        if name not in REPORT_LIBRARIES:
-            raise ConfigError(
-                f"'report_to': '{name}' is not known{nearest(name, REPORT_LIBRARIES)}; "
-                f"known: {', '.join(REPORT_LIBRARIES)}; for none leave it out"
-            )
-
-
-def _check_devices(config: TrainConfig) -> None:
-    if config.devices and config.min_devices > len(config.devices):
-        named = len(config.devices)
-        raise ConfigError(
-            f"'min_devices' {config.min_devices} is more than the {named} that 'devices' names"
-        )
-    if not re.fullmatch(r"auto|off|0*[1-9][0-9]*", config.shadow):
-        raise ConfigError(
-            f"'shadow' must be auto, off or a number of steps of at least 1, got '{config.shadow}'"
-        )

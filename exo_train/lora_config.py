@@ -26,6 +26,12 @@ ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_TARGETS = (*ATTENTION_TARGETS, "gate_proj", "up_proj", "down_proj")
 ALL_LINEAR = "all-linear"  # PEFT's word: every projection, but not the head
 ALL_LAYERS = ("all",)
+FULL_LEARNING_RATE = 2e-5  # weights bear a tenth of what an adapter bears
+# What says nothing where no adapter is trained, or would change what cannot be trained then.
+NOT_WITH_FULL = (
+    *("rank", "alpha", "scale", "rslora", "dora", "dropout", "targets", "rank_pattern"),
+    *("alpha_pattern", "init_adapter", "lora_plus_ratio", "quantize"),
+)
 MAX_RANK = 2**16
 MAX_ALPHA = 1e9
 
@@ -233,6 +239,20 @@ def check_words(lora: LoraConfig) -> None:
         for key, place in zip((key for key, _ in pattern), places, strict=True):
             if places.count(place) > 1:
                 raise ConfigError(f"'{name}' names {key} twice; leave one out")
+
+
+def check_no_adapter(values: Mapping[str, object], usual: Mapping[str, object]) -> None:
+    """Refuse by name what is said of an adapter where all weights are trained."""
+    said = [
+        f"--{name.replace('_', '-')}"
+        for name in values
+        if name not in usual or values[name] != usual[name]
+    ]
+    if said:
+        raise ConfigError(
+            f"'full' trains the weights themselves, without an adapter and not quantised: leave "
+            f"out {', '.join(said)}, or --full"
+        )
 
 
 def read_pattern(

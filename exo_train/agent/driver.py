@@ -341,6 +341,8 @@ def _opened(
     spec = model.manifest.spec
     spec.validate_max_seq_length(config.max_seq_length)
     spec.validate_quantize(config.quantize)
+    if config.full:
+        require_floats(model.manifest.infos)
     if resume is None:  # else what it started from is saved, and may lie on another device
         check_adapter_options(config, spec)
     data = encode_data(files, config, model_path=model.path, spec=spec, on_note=narrator.on_note)

@@ -53,7 +53,7 @@ def head_name(spec: ModelSpec) -> str:
     return EMBEDDING if spec.tied_embeddings else LM_HEAD
 
 
-def shared_name(spec: ModelSpec, lora: LoraConfig, num_ranks: int) -> str:
-    """Name the matrix that is trained on the first and on the last rank; empty: none is."""
-    is_shared = num_ranks > 1 and spec.tied_embeddings and trains_ends(spec, lora)
-    return EMBEDDING if is_shared else ""
+def shared_weights(spec: ModelSpec, stage: StageSpec, lora: LoraConfig) -> tuple[str, ...]:
+    """Name what another stage trains as well: the tied matrix, where its ends lie apart."""
+    is_end = stage.embedding != stage.head
+    return (EMBEDDING,) if is_end and spec.tied_embeddings and trains_ends(spec, lora) else ()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from exo_train.backends.base import Stage, StageOptions
-from exo_train.backends.full import head_name, weight_shapes
+from exo_train.backends.full import head_name, shared_weights, weight_shapes
 from exo_train.backends.lora import (
     initial_adapter,
     stage_placements,
@@ -74,6 +74,7 @@ def load_stage(
             adapter | {name: weights[name] for name in names},
             put=weight_places(model, stage, names) if names else slot.put,
             head_name=head_name(spec),
+            shared=shared_weights(spec, stage, lora),
             slot=slot,
             device=device,
             windows=layer_windows(spec, stage),

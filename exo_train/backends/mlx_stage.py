@@ -72,6 +72,7 @@ class MlxStage:
         *,
         put: Callable[[Adapter], None],
         head_name: str,
+        shared: Sequence[str],
         slot: Slot,
         device: str,
         windows: list[int | None],
@@ -94,7 +95,11 @@ class MlxStage:
         self._head_name = head_name if stage.head and head_name in adapter else ""
         self._embeds_trained = stage.embedding and EMBEDDING in adapter
         self._optimizer = Optimizer(
-            optimizer, self._shapes(), xp=mx, from_numpy=lambda a: mx.array(a)
+            optimizer,
+            self._shapes(),
+            xp=mx,
+            from_numpy=lambda a: mx.array(a),
+            shared=shared,
         )
         mx.eval(self._adapter, self._optimizer.arrays)
         self._computing: Adapter = {}
@@ -233,7 +238,7 @@ class MlxStage:
 
     def optimizer_state(self) -> Arrays:
         with self._on_device("giving its optimizer's state"):
-            return self._optimizer.state(np.array)
+            return self._optimizer.state()
 
     def load_optimizer_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         with self._on_device("taking an optimizer's state"):

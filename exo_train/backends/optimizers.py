@@ -9,8 +9,8 @@ Arrays are float32 and belong to whichever framework, so they are `Any` here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,11 @@ def state_shapes(config: OptimizerConfig, adapter: Mapping[str, Shape]) -> dict[
 
 
 class Optimizer:
-    """Moves a stage's adapter; begins with zeros and no update taken."""
+    """Moves a stage's adapter; begins with zeros and no update taken.
+
+    What is `shared` with another rank is moved in NumPy: frameworks and devices round differently,
+    and both ranks are to have the same bits.
+    """
 
     def __init__(
         self,
@@ -61,14 +65,16 @@ class Optimizer:
         *,
         xp: Any,
         from_numpy: Callable[[np.ndarray], Any],
+        to_numpy: Callable[[Any], np.ndarray] = np.array,
+        shared: Collection[str] = (),
     ) -> None:
         self._config, self._shapes, self._xp = config, dict(shapes), xp
-        self._from_numpy = from_numpy
+        self._from_numpy, self._to_numpy = from_numpy, to_numpy
+        self._shared = frozenset(shared)
         self.num_updates = 0
-        self.arrays = {
-            name: from_numpy(np.zeros(shape, np.float32))
-            for name, shape in state_shapes(config, shapes).items()
-        }
+        self.arrays = self._placed(
+            {n: np.zeros(shape, np.float32) for n, shape in state_shapes(config, shapes).items()}
+        )
 
     def updated(
         self, adapter: Mapping[str, Any], gradients: Mapping[str, Any], *, learning_rate: float
@@ -86,21 +92,36 @@ class Optimizer:
                 count=self.num_updates,
                 decays=not name.endswith(UNDECAYED),
             )
-            new, slots = RULES[self._config.name](self._config, self._xp, turn)
+            rule = RULES[self._config.name]
+            if name in self._shared:
+                value, gradient = self._to_numpy(turn.value), self._to_numpy(turn.gradient)
+                here = replace(turn, value=value, gradient=gradient)
+                new, slots = rule(self._config, np, here)
+                new = self._from_numpy(new)
+            else:
+                new, slots = rule(self._config, self._xp, turn)
             self.arrays.update({f"{name}.{slot}": array for slot, array in slots.items()})
             yield name, new
 
-    def state(self, to_numpy: Callable[[Any], np.ndarray]) -> Arrays:
+    def state(self) -> Arrays:
         """Copy the state out, with the number of updates as `step`, int64 of shape ()."""
-        step = np.array(self.num_updates, np.int64)
-        return {"step": step} | {name: to_numpy(array) for name, array in self.arrays.items()}
+        arrays: Arrays = {"step": np.array(self.num_updates, np.int64)}
+        for name, array in self.arrays.items():
+            is_here = isinstance(array, np.ndarray)
+            arrays[name] = array.copy() if is_here else self._to_numpy(array)
+        return arrays
 
     def load(self, given: Mapping[str, np.ndarray], *, layers: range) -> None:
         """Take this stage's part out of `given`; raises ConfigError where it does not fit."""
         expected = state_shapes(self._config, self._shapes)
         chosen = select_arrays(given, expected, layers=layers)
-        self.arrays = {name: self._from_numpy(array) for name, array in chosen.items()}
+        self.arrays = self._placed(chosen)
         self.num_updates = int(given["step"])
+
+    def _placed(self, arrays: Arrays) -> dict[str, Any]:
+        """Give the state as it is kept: that of shared arrays stays NumPy's."""
+        kept = {f"{name}.{slot}" for name in self._shared for slot in self._slots(name)}
+        return {n: array if n in kept else self._from_numpy(array) for n, array in arrays.items()}
 
     def _slots(self, name: str) -> dict[str, Shape]:
         return self._config.slots(self._shapes[name])

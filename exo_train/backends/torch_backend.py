@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from exo_train.backends.base import Stage, StageOptions
-from exo_train.backends.full import head_name, weight_shapes
+from exo_train.backends.full import head_name, shared_weights, weight_shapes
 from exo_train.backends.lora import (
     initial_adapter,
     stage_placements,
@@ -75,6 +75,7 @@ def load_stage(
             model,
             adapter | weights,
             head_name=head_name(spec),
+            shared=shared_weights(spec, stage, lora),
             refresh=refresh,
             slot=slot,
             device=torch_device,

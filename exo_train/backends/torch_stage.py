@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +71,7 @@ class TorchStage:
         adapter: Trained,
         *,
         head_name: str,
+        shared: Sequence[str],
         refresh: Callable[[], None],
         slot: DropoutSlot,
         device: torch.device,
@@ -88,6 +89,8 @@ class TorchStage:
             self._shapes(),
             xp=torch,
             from_numpy=lambda array: torch.from_numpy(array).to(device),
+            to_numpy=_numpy_copy,
+            shared=shared,
         )
         if options.checkpoint_activations:
             for block in model.model.layers:
@@ -225,7 +228,7 @@ class TorchStage:
 
     def optimizer_state(self) -> Arrays:
         with self._memory_errors_named("giving its optimizer's state"):
-            return self._optimizer.state(_numpy_copy)
+            return self._optimizer.state()
 
     def load_optimizer_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         with self._memory_errors_named("taking an optimizer's state"):

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 from exo_train.backends.base import MicrobatchInput, Stage
 from exo_train.plan.schedule import build_schedule
 from exo_train.train.blame import Watch
+from exo_train.train.tied import TiedMatrix, share_gradient
 from exo_train.transport.base import Link, Tag
 from exo_train.wire.tensor import HostTensor
 
@@ -59,6 +60,7 @@ class StageExecutor:
     timeout_s: float
     below: Link | None
     above: Link | None
+    tied: TiedMatrix | None = None  # that the first and the last rank train, both
     capture: bool = False
     on_phase: OnPhase = lambda phase, limit_s=0.0: None
     check: Callable[[], None] = lambda: None  # between microbatches: raises when all should stop
@@ -92,6 +94,16 @@ class StageExecutor:
                 self._forward(step, inputs[action.microbatch])
             else:
                 backwards_ended_s.append(self._backward(step, action.microbatch))
+        if self.tied is not None:
+            self.on_phase(f"step {step}: adding up the tied matrix's gradients", self.timeout_s)
+            share_gradient(
+                self.tied,
+                self.stage,
+                step,
+                below=self.below,
+                above=self.above,
+                timeout_s=self.timeout_s,
+            )
         grad_square_sum = self.stage.grad_square_sum()
         self._watch.after_step(grad_square_sum)
         return StepOutcome(

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 
 from exo_train.backends.base import Arrays, MicrobatchInput, Stage
+from exo_train.backends.lora import adapter_shapes
 from exo_train.errors import ExoTrainError, ProtocolError
 from exo_train.models.manifest import ModelManifest
 from exo_train.peer import NodeId
@@ -32,6 +33,7 @@ from exo_train.train.snapshots import MetricsTail, Snapshot, SnapshotStore
 from exo_train.train.stage_loading import LINK_TIMEOUT_S, LOAD_TIMEOUT_S, StageRecipe
 from exo_train.train.state_copies import BackgroundCopies
 from exo_train.train.surroundings import Surroundings, next_generation
+from exo_train.train.tied import tied_matrix
 from exo_train.wire.pb import control_pb2 as pb
 
 MAX_MICROBATCHES = 1 << 18
@@ -168,7 +170,12 @@ class StageRunner:
         self._send(
             loaded=pb.Loaded(
                 plan_hash=plan.hash,
-                num_trainable=sum(array.size for array in self._executor.stage.adapter().values()),
+                num_trainable=sum(
+                    map(
+                        math.prod,
+                        adapter_shapes(manifest.spec, plan.ranks[rank].stage, plan.lora).values(),
+                    )
+                ),
                 fetched_bytes=fetched_bytes,
                 cached_bytes=cached_bytes,
             )
@@ -187,6 +194,7 @@ class StageRunner:
             timeout_s=load.step_timeout_s,
             below=below,
             above=above,
+            tied=tied_matrix(manifest.spec, plan.lora, len(plan.ranks)),
             capture=load.capture_boundaries,
             on_phase=self._on_phase,
             check=functools.partial(self._surroundings.check, plan),

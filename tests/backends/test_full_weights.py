@@ -124,7 +124,11 @@ def test_every_weight_moves_as_in_a_plain_loop(model: str, backend: str, tmp_pat
 @pytest.mark.parametrize("model", ["llama", "llama-untied-biased", "qwen3"])
 @pytest.mark.parametrize(
     ("backends", "bounds"),
-    [(["torch"], (0, 2, 4)), (["mlx", "torch", "mlx"], (0, 1, 3, 4)), (["torch", "mlx"], (0, 3, 4))],
+    [
+        (["torch"], (0, 2, 4)),
+        (["mlx", "torch", "mlx"], (0, 1, 3, 4)),
+        (["torch", "mlx"], (0, 3, 4)),
+    ],
     ids=["torch 2", "mixed 3", "mixed 2"],
 )
 def test_stages_train_as_one(
@@ -157,7 +161,9 @@ def test_negative_control_a_tied_matrix_that_is_not_summed_is_seen(
 def test_options_of_a_step_hold(changes: dict, backend: str) -> None:
     options = replace(OPTIONS, **changes)
     one = train(load_ring("llama", ["torch"], lora=FULL, optimizer=OPTIMIZER, options=options))
-    ring = train(load_ring("llama", [backend], (0, 2, 4), lora=FULL, optimizer=OPTIMIZER, options=options))
+    ring = train(
+        load_ring("llama", [backend], (0, 2, 4), lora=FULL, optimizer=OPTIMIZER, options=options)
+    )
     assert_same_run(ring, one, loss=1e-5, gradients=2e-5, adapter=1e-4)
     if "checkpoint_activations" not in changes:
         usual = train(load_ring("llama", ["torch"], lora=FULL))
