@@ -44,6 +44,7 @@ from exo_train.agent.succession import (
 )
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
+from exo_train.models.open import require_floats
 from exo_train.plan.plan import Plan
 from exo_train.plan.stages import StageSpec
 from exo_train.shell import command_line

@@ -54,7 +54,7 @@ class DeviceSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What scripts read after a run; `adapters` and `model` are paths relative to the run directory.
+    """What scripts read after a run; `adapters` and `model` are paths from its directory.
 
     `prediction` sets what the plan promised beside what came, or is None without a promise. It
     covers the last ring only: there may have been others, each with a plan. `interruptions` are
