@@ -100,7 +100,7 @@ def read_kind(value: Any) -> Values:
         return {"full": True}
     if value not in ("lora", "qlora", "dora"):
         raise NotHereError("adapters of the kinds lora and dora are trained, or full: all weights")
-    return {"dora": True} if value == "dora" else {}
+    return {"dora": True} if value == "dora" else {"full": False}
 
 
 def read_optimizer(value: Any) -> Values:

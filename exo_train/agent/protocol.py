@@ -14,7 +14,7 @@ from exo_train.train.messages import from_endpoints, to_endpoints
 from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb import handshake_pb2
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 FEATURES: tuple[str, ...] = ()
 TOKEN_METADATA = "exo-train-token"
 HEARTBEAT_S = 2.0

@@ -71,10 +71,15 @@ def find_adapter(path: Path, *, num_layers: int | None = None) -> Adapter:
     path = path.expanduser()
     if not (path / CONFIG_FILE).is_file():
         return read_adapter(path, num_layers=num_layers)
+    config = TrainConfig.from_mapping(RunDir.open(path).read_config(), source=f"{path}/config.yaml")
+    if config.full:
+        raise ConfigError(
+            f"{path} trained all weights and has no adapter; name its model instead: "
+            f"{path / 'model'}"
+        )
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
         return read_adapter(path / "adapters" / "peft", num_layers=num_layers)
-    config = TrainConfig.from_mapping(RunDir.open(path).read_config(), source=f"{path}/config.yaml")
     return Adapter(arrays=checkpoint.adapter, lora=config.lora, base_model=config.model)
 
 

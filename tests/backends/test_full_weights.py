@@ -11,10 +11,12 @@ import pytest
 import torch
 import transformers
 
-from exo_train.backends.base import Stage
+from exo_train.agent.planning import model_shape
+from exo_train.backends.base import MicrobatchInput, Stage
 from exo_train.lora_config import LoraConfig
 from exo_train.models.spec import EMBEDDING, LM_HEAD
 from exo_train.optimizer_config import OptimizerConfig
+from exo_train.plan.memory import activation_bytes_per_token
 from exo_train.wire.tensor import DType
 from tests.backends.hand_ring import (
     MODELS,
@@ -29,6 +31,7 @@ from tests.backends.hand_ring import (
     rows,
     tiny,
 )
+from tests.backends.test_packed_rows import kept_bytes
 from tests.tiny_models import make_tiny_model
 
 FULL = LoraConfig(full=True)
@@ -203,3 +206,18 @@ def test_state_is_taken_up_exactly(backend: str) -> None:
     ends = [merged(s.adapter() for s in ring) for ring in (ours, theirs) if train(ring, steps=1)]
     assert all(np.array_equal(ends[0][name], value) for name, value in ends[1].items())
     assert LM_HEAD in ends[0]
+
+
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
+def test_pytorch_keeps_what_the_planner_counts(dtype: DType) -> None:
+    """Of a layer's activations, for a microbatch of 2 x 64 positions."""
+    options = replace(OPTIONS, compute_dtype=dtype)
+    given = MicrobatchInput(index=0, tokens_BT=np.ones((2, 64), np.int32), row_keys=(0, 1))
+    kept = [
+        kept_bytes(load_ring("llama", ["torch"], (0, end), lora=FULL, options=options)[0], given)
+        for end in (1, 2)
+    ]
+    counted = activation_bytes_per_token(
+        model_shape(tiny("llama")[0]), lora=FULL, activation_bytes=dtype.num_bytes
+    )
+    assert (kept[1] - kept[0]) / (2 * 64) == counted

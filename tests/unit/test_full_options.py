@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from exo_train.agent.chosen_options import choose_options
+from exo_train.agent.starting_adapter import find_adapter
 from exo_train.agent.what_if import read_spec
 from exo_train.backends.full import is_on, shared_weights, weight_shapes
 from exo_train.backends.lora import adapter_sentence
@@ -21,7 +23,11 @@ from exo_train.plan.fields import Fields
 from exo_train.plan.lora_fields import read_lora
 from exo_train.plan.plan import _with_floats
 from exo_train.plan.stages import StageSpec
+from exo_train.plan.suggestions import Attempt, suggest
+from exo_train.train.checkpoint import write_checkpoint
+from exo_train.train.rundir import RunDir
 from tests.tiny_models import make_tiny_gguf, make_tiny_model
+from tests.unit.plan.test_plan_memory import LLAMA_8B
 
 REQUIRED = {"model": "m", "data": "d.jsonl"}
 
@@ -108,3 +114,22 @@ def test_a_quantised_model_is_refused_before_anything_is_loaded(tmp_path: Path) 
         read_spec(Home(tmp_path / "home"), _from(full=True, model=str(model), max_seq_length=8))
     _, floats = open_model(make_tiny_gguf(tmp_path / "plain.gguf", encoding="F16"))
     require_floats(floats.infos)
+
+
+def test_what_would_fit_is_said_without_an_adapters_options() -> None:
+    config = _from(full=True, batch_size=1)
+    computers = (("den-pc", 8 * 10**9), ("old-pc", 8 * 10**9))
+    attempt = Attempt(config=config, usable_bytes=computers, microbatch_size=1, value_bytes=2)
+    said = [str(each) for each in suggest(attempt, LLAMA_8B)]
+    assert any(each.startswith("an adapter instead of --full") for each in said)
+    assert not any("--rank" in each or "--quantize" in each for each in said)
+
+
+def test_a_run_of_all_weights_is_no_adapter_to_start_from(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run")
+    run.write_config(_from(full=True, model="m").to_dict())
+    arrays = {"model.norm.weight": np.ones(4, np.float32)}
+    optimizer = {"step": np.array(1, np.int64)}
+    write_checkpoint(run.path, step=1, adapter=arrays, optimizer=optimizer, state={})
+    with pytest.raises(ConfigError, match="trained all weights and has no adapter"):
+        find_adapter(run.path)

@@ -158,7 +158,7 @@ def test_what_has_a_meaning_here_by_now_is_read() -> None:
     assert _read(resume_adapter_file="out/adapters.safetensors") == {"init_adapter": "out"}
     assert _read(fine_tune_type="dora") == {"dora": True}
     assert not is_flag("fine_tune_type")  # its value is a word
-    assert _read(adapter="qlora", load_in_4bit=True) == {"quantize": 4}
+    assert _read(adapter="qlora", load_in_4bit=True) == {"full": False, "quantize": 4}
     rslora = TrainConfig.from_mapping(
         _read(lora_parameters={"rank": 16, "scale": 20}, use_rslora=True), source=""
     )
