@@ -340,7 +340,7 @@ def activation_bytes_per_token(
     PEFT keeps an fp32 copy of each adapter's input instead, 1.6 times as much in bf16.
     DoRA keeps each projection's output before it is given its length as well (derived).
     Where all weights are trained, each reads what an adapter of it reads, and a norm's weight what
-    it multiplies (derived).
+    it multiplies (measured: equal).
     `masked`: attention has a mask of its own, as of packed rows; k and v are then kept once for
     each query head (measured in the same way: equal).
     """
