@@ -167,15 +167,11 @@ class StageRunner:
         # A stage starts with the state of step 0; that of any other point is sent.
         self._missing = {pb.ADAPTER, pb.OPTIMIZER} if load.committed_step else set()
         fetched_bytes, cached_bytes = self._surroundings.fetched_bytes()
+        trained = adapter_shapes(manifest.spec, plan.ranks[rank].stage, plan.lora)
         self._send(
             loaded=pb.Loaded(
                 plan_hash=plan.hash,
-                num_trainable=sum(
-                    map(
-                        math.prod,
-                        adapter_shapes(manifest.spec, plan.ranks[rank].stage, plan.lora).values(),
-                    )
-                ),
+                num_trainable=sum(map(math.prod, trained.values())),
                 fetched_bytes=fetched_bytes,
                 cached_bytes=cached_bytes,
             )
