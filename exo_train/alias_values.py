@@ -108,6 +108,16 @@ def read_optimizer(value: Any) -> Values:
     return {"optimizer": "adamw" if "adamw" in str(value) else value}
 
 
+def read_pair_loss(value: Any) -> Values:
+    """In TRL a list, too; orpo is a stage of its own there, a loss in LLaMA-Factory."""
+    names = value if isinstance(value, list) else [value]
+    if names == ["sigmoid"]:
+        return {}
+    if names == ["orpo"]:
+        return {"objective": "orpo"}
+    raise NotHereError("of the losses for pairs there are dpo's sigmoid, and orpo")
+
+
 def read_adapter_folder(value: Any) -> Values:
     """mlx-lm names the file of arrays in it."""
     is_file = str(value).endswith(".safetensors")

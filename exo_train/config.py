@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from exo_train import option_rules
 from exo_train.encoding_config import ON_LONG, SYSTEM_ROLES, TRAIN_TURNS, EncodingConfig
 from exo_train.errors import ConfigError
 from exo_train.lora_config import (
@@ -15,21 +16,14 @@ from exo_train.lora_config import (
     FULL_LEARNING_RATE,
     MAX_ALPHA,
     MAX_RANK,
-    NOT_WITH_FULL,
     LoraConfig,
     alpha_of,
-    check_no_adapter,
     check_words,
     read_pattern,
 )
+from exo_train.objective_config import MAX_BETA, OBJECTIVES, ObjectiveConfig, check_objective
 from exo_train.optimizer_config import OPTIMIZERS, OptimizerConfig
-from exo_train.option_checks import (
-    REPORT_LIBRARIES,
-    check_devices,
-    check_reports,
-    check_scale,
-    check_shadow,
-)
+from exo_train.option_rules import REPORT_LIBRARIES
 from exo_train.options import check_ranges, option, options_of, read_values
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -39,7 +33,6 @@ BASE_WEIGHTS = ("auto", "packed", "dense")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 BAD_ROWS = ("error", "drop")
 MAX_PROFILE_S = 60.0
-
 
 # Headings of the help and of docs/options.md, in their order.
 WHAT, CHATS, LENGTH, RATE, ADAPTER, NUMBERS, CHECKS, SAFETY, DEVICES = (
@@ -71,6 +64,19 @@ class TrainConfig:
     on_bad_row: str = option(
         "error", "what a row leads to that cannot be used", group=WHAT, choices=BAD_ROWS
     )
+    objective: str = option(
+        "sft",
+        "learn answers, or from pairs of answers (dpo, orpo) which one is preferred",
+        group=WHAT,
+        choices=OBJECTIVES,
+    )
+    beta: float = option(
+        0.1,
+        "How firmly dpo holds on to the base; weight of orpo's odds ratio",
+        group=WHAT,
+        above=0,
+        maximum=MAX_BETA,
+    )
     chat_template: str = option(
         "",
         "In place of the model's own: chatml, gemma, llama2, llama3, mistral, zephyr or a file",
@@ -90,11 +96,11 @@ class TrainConfig:
     )
     epochs: int = option(1, "Passes over the data", group=LENGTH, minimum=1)
     batch_size: int = option(
-        8, "Sequences per update, over all microbatches and devices", group=LENGTH, minimum=1
+        8, "Rows or pairs per update, over all microbatches and devices", group=LENGTH, minimum=1
     )
     microbatch_size: int = option(
         0,
-        "Sequences per microbatch; default: chosen",
+        "Rows or pairs per microbatch; default: chosen",
         group=LENGTH,
         minimum=0,
         shows_default=False,
@@ -134,10 +140,7 @@ class TrainConfig:
         maximum=1,
     )
     full: bool = option(
-        False,
-        "Train the weights of --adapter-layers themselves, of embedding and head too where these "
-        "are all; no adapter",
-        group=ADAPTER,
+        False, "All weights of --adapter-layers; of embedding and head if all", group=ADAPTER
     )
     rank: int = option(8, "LoRA rank", group=ADAPTER, minimum=1)
     alpha: float = option(16.0, "LoRA alpha; scale is alpha/rank", group=ADAPTER, above=0)
@@ -197,7 +200,7 @@ class TrainConfig:
     )
     label_smoothing: float = option(
         0.0,
-        "Share of each target spread over the vocabulary, in training's loss",
+        "Share of each target spread over the vocabulary in training; dpo: of pairs that are wrong",
         group=RATE,
         minimum=0,
         below=1,
@@ -268,9 +271,7 @@ class TrainConfig:
         3, "Newest checkpoints to keep, beside the best one", group=SAFETY, minimum=1
     )
     shadow: str = option(
-        "auto",
-        "State copied to a neighbour: auto (with --full off), off, or every so many steps",
-        group=SAFETY,
+        "auto", "State copied to a neighbour: auto (--full: off), off, every N steps", group=SAFETY
     )
     takeover: bool = option(True, "Another member goes on when this device is gone", group=SAFETY)
     min_devices: int = option(
@@ -303,15 +304,21 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_ranges(self)
         check_words(self.lora)
-        check_scale(self.scale, alpha=self.alpha, rank=self.rank, is_scale=self.lora.scale)
-        check_devices(self.devices, self.min_devices)
-        check_shadow(self.shadow)
+        option_rules.check_scale(self.scale, self.lora)
+        option_rules.check_devices(self.devices, min_devices=self.min_devices, shadow=self.shadow)
         if self.val_rows and self.val_split:
             raise ConfigError(
                 "'val_rows' and 'val_split' both say how many rows are held out; give one of them"
             )
-        check_reports(self.report_to)
-        self._check_full()
+        option_rules.check_reports(self.report_to)
+        option_rules.check_full(self, OPTIONS)
+        check_objective(self.learnt, packing=self.packing, init_adapter=self.init_adapter)
+
+    @property
+    def learnt(self) -> ObjectiveConfig:
+        return ObjectiveConfig(
+            name=self.objective, beta=self.beta, label_smoothing=self.label_smoothing
+        )
 
     @property
     def lora(self) -> LoraConfig:
@@ -331,13 +338,6 @@ class TrainConfig:
                 self.alpha_pattern, "alpha_pattern", float, above=0, most=MAX_ALPHA
             ),
         )
-
-    def _check_full(self) -> None:
-        if self.full:
-            check_no_adapter(
-                {name: getattr(self, name) for name in NOT_WITH_FULL},
-                {name: OPTIONS[name].default for name in NOT_WITH_FULL},
-            )
 
     @property
     def copies(self) -> str:

@@ -63,16 +63,26 @@ def test_data_files_of_the_examples_and_the_page_are_rows() -> None:
         "prompt/completion": 2,
         "text": 2,
     }
-    page = (ROOT / "docs" / "data.md").read_text("utf-8")
-    lines = [
-        line
-        for block in re.findall(r"```json\n(.*?)```", page, re.S)
-        for line in block.splitlines()
+    for page, count in (("data.md", 11), ("preference.md", 3)):
+        text = (ROOT / "docs" / page).read_text("utf-8")
+        lines = [
+            line
+            for block in re.findall(r"```json\n(.*?)```", text, re.S)
+            for line in block.splitlines()
+        ]
+        assert len(lines) == count
+        for line in lines:
+            row = read_row(json.loads(line), where=page)
+            assert nothing_to_learn(row) == "", line
+
+
+def test_the_preferences_are_pairs_of_both_kinds() -> None:
+    found = read_data(str(ROOT / "examples" / "preferences"), objective="dpo")
+    assert found.notes == ()
+    assert [file.forms for file in found.files] == [
+        {"prompt/chosen/rejected": 12},
+        {"chosen/rejected": 4},
     ]
-    assert len(lines) == 9
-    for line in lines:
-        row = read_row(json.loads(line), where="docs/data.md")
-        assert nothing_to_learn(row) == "", line
 
 
 def test_the_planned_split_covers_the_model_and_fits() -> None:

@@ -34,7 +34,7 @@ from exo_train.train.disk_pause import DiskPause
 from exo_train.train.durable import disk_errors, write_durable
 from exo_train.train.left_ring import LeftRing
 from exo_train.train.loss_scaling import scale_of
-from exo_train.train.metrics import StepMetrics
+from exo_train.train.metrics import PairMetrics, StepMetrics
 from exo_train.train.ring import Ring
 from exo_train.train.rundir import METRICS_FILE, RunDir
 from exo_train.train.saving import Best
@@ -224,10 +224,10 @@ def carrying_metrics(watcher: Watcher, ring: Ring) -> Watcher:
         ring.metrics_lines.append(json.dumps(metrics.to_dict(), ensure_ascii=False))
         watcher.on_step(metrics, remaining_s)
 
-    def on_evaluation(step: int, loss: float) -> None:
+    def on_evaluation(step: int, loss: float, pairs: PairMetrics | None = None) -> None:
         told = loss if math.isfinite(loss) else None
         ring.metrics_lines.append(json.dumps({_HELD_OUT: step, "loss": told}))
-        watcher.on_evaluation(step, loss)
+        watcher.on_evaluation(step, loss, pairs)
 
     return replace(watcher, on_step=on_step, on_evaluation=on_evaluation)
 

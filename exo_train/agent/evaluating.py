@@ -1,7 +1,7 @@
 """A run against its base on a data set: loss, perplexity, answers side by side, on this device.
 
 Owns which rows are measured and what is reported. The loss is the one that training measures
-itself by: the same masks, weighted by tokens.
+itself by: the same masks, weighted by tokens; of preference pairs the run's own objective.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from exo_train.models.open import open_model
 from exo_train.train.evaluation import loss_on_one_device
 from exo_train.train.examples import Example
 from exo_train.train.kept_rows import read_rows
-from exo_train.train.metrics import finite_or_none
+from exo_train.train.metrics import PairMetrics, finite_or_none
 from exo_train.train.rundir import CONFIG_FILE, RunDir
 
 SCHEMA = 1
@@ -39,12 +39,18 @@ _AS_THEY_ARE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """`loss` in nats a supervised token."""
+    """`loss` in nats a supervised token, or of preference `pairs` a mean over these."""
 
     loss: float
+    pairs: PairMetrics | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Give plain values; a perplexity too large for a number becomes null."""
+        """Give plain values; a perplexity too large for a number becomes null.
+
+        Pairs have their own numbers in place of one.
+        """
+        if self.pairs is not None:
+            return finite_or_none({"loss": self.loss, **self.pairs.to_dict()})
         return finite_or_none({"loss": self.loss, "perplexity": self.perplexity})
 
     @property
@@ -136,7 +142,8 @@ def evaluate(
     has_adapter = model.adapter_path is not None
     model.use_adapter(False)
     base = _measured(model, examples, config)
-    prompts = _prompts(examples, options.num_samples)
+    # Of pairs the chosen answers are what is expected.
+    prompts = _prompts(examples[:: config.learnt.answers_per_row], options.num_samples)
     base_answers = [_answer(model, prompt, options) for prompt, _ in prompts]
     tuned = None
     tuned_answers: list[str | None] = [None] * len(prompts)
@@ -148,7 +155,7 @@ def evaluate(
         model=str(path),
         adapter=model.adapter_path,
         data=data,
-        rows=len(examples),
+        rows=len(examples) // config.learnt.answers_per_row,
         tokens=sum(len(example.tokens) for example in examples),
         supervised_tokens=sum(example.num_supervised_tokens for example in examples),
         max_seq_length=config.max_seq_length,
@@ -189,18 +196,19 @@ def _kept(run: Path, vocab_size: int) -> tuple[Example, ...]:
 
 
 def _measured(model: Generator, examples: Sequence[Example], config: TrainConfig) -> Measured:
-    loss = loss_on_one_device(
+    found = loss_on_one_device(
         model.stage,
         examples,
         microbatch_size=MICROBATCH_SIZE,
         max_seq_length=config.max_seq_length,
+        objective=config.learnt,
     )
-    if not math.isfinite(loss):
+    if not math.isfinite(found.loss):
         raise NumericsError(
-            f"the loss is {loss}: the files of the model or of the adapter are damaged, or the "
-            f"device cannot hold their numbers; try --backend torch or another device"
+            f"the loss is {found.loss}: the files of the model or of the adapter are damaged, or "
+            f"the device cannot hold their numbers; try --backend torch or another device"
         )
-    return Measured(loss=loss)
+    return Measured(loss=found.loss, pairs=found.pairs)
 
 
 def _prompts(

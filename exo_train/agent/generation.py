@@ -15,6 +15,7 @@ from exo_train.agent.run_template import tokenizer_of_run
 from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.full import weight_shapes
 from exo_train.backends.registry import load_backend
+from exo_train.backends.sampling import generate_tokens
 from exo_train.cluster.hardware import detect
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
@@ -26,6 +27,7 @@ from exo_train.lora_config import LoraConfig
 from exo_train.models.hub import resolve_model
 from exo_train.models.open import open_model
 from exo_train.models.tokenizer import load_tokenizer
+from exo_train.objective_config import ObjectiveConfig
 from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.device_memory import Processor
 from exo_train.plan.stages import StageSpec
@@ -78,8 +80,7 @@ class Generator:
         self.device = f"{hardware.backend}/{hardware.device}"
         compute_dtype = CONFIG_DTYPES[hardware.dtypes[0]]
         quantize = int(config.get("quantize", 0))
-        self._backend = load_backend(hardware.backend)
-        self._stage = self._backend.load_stage(
+        self._stage = load_backend(hardware.backend).load_stage(
             spec,
             StageSpec(start=0, end=spec.num_layers, embedding=True, head=True),
             source,
@@ -91,6 +92,9 @@ class Generator:
                 compute_dtype=compute_dtype,
                 wire_dtype=CONFIG_DTYPES["fp32"],
                 quantize=quantize,
+                objective=ObjectiveConfig(
+                    name=str(config.get("objective", "sft")), beta=float(config.get("beta", 0.1))
+                ),
                 base_weights=weights_held(
                     # A token is not a batch: where memory allows, speed counts.
                     held_shape(model_shape(spec), quantize=quantize, base_weights="packed"),
@@ -160,8 +164,8 @@ class Generator:
             )
         ids: list[int] = []
         said = ""
-        for token in self._backend.generate(
-            self._stage,
+        for token in generate_tokens(
+            self._stage.start_decoding(),
             list(tokens),
             max_tokens=min(max_tokens, room),
             temperature=temperature,

@@ -68,7 +68,10 @@ class Asking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveProblem:
-    """Implements Problem: `times` are of microbatches of `size` sequences of `width` positions."""
+    """Implements Problem: `times` are of microbatches of `size` rows of the data.
+
+    A row is a sequence of `width` positions, of pairs two of them.
+    """
 
     spec: ModelSpec
     config: TrainConfig
@@ -100,7 +103,8 @@ class LiveProblem:
                 self.candidates, self.dtypes, self.times, strict=True
             )
         ]
-        measured = self.size * self.width
+        learnt = self.config.learnt
+        measured = learnt.answers_per_row * self.size * self.width
         household = Household(devices=tuple(devices), links=dict(self.links))
         workload = run_workload(
             self.shape,
@@ -110,7 +114,7 @@ class LiveProblem:
         )
         boundary_values = microbatch_size * step.mean_width * self.shape.hidden_size
         return (
-            household.with_times(microbatch_size * step.mean_width / measured),
+            household.with_times(learnt.time_factor * microbatch_size * step.mean_width / measured),
             replace(workload, boundary_bytes=round(boundary_values * self.wire_bytes)),
         )
 
@@ -125,7 +129,8 @@ class LiveProblem:
         """The longest row decides memory."""
         measured = None
         if times.memory is not None:
-            measured = Measured(memory=times.memory, size=self.size, sequence=self.width)
+            sequences = self.config.learnt.answers_per_row * self.size
+            measured = Measured(memory=times.memory, size=sequences, sequence=self.width)
         costs = run_stage_costs(
             self.shape,
             with_weights_held(candidate, self.config, self.spec),
@@ -290,7 +295,8 @@ def measure(
     Raises what was said where fewer than `at_least` are left. `links` are those of just these
     candidates, if they are not to be asked for.
     """
-    width = measured_width(steps(size).mean_width, config.max_seq_length)
+    sequences = config.learnt.answers_per_row * size
+    width = measured_width(size * steps(size).mean_width / sequences, config.max_seq_length)
     requests = {
         candidate.key: request_for(
             candidate,
@@ -298,7 +304,7 @@ def measure(
             with_weights_held(candidate, config, spec),
             lora=in_every_layer(config.lora, spec.num_layers),
             compute_dtype=compute_dtype(candidate, config.dtype),
-            microbatch_size=size,
+            microbatch_size=sequences,
             sequence=width,
             budget_s=config.profile_s,
         )

@@ -64,16 +64,20 @@ def _stage(stage: PlannedStage, found: Decision) -> dict[str, Any]:
 def _links(found: Decision) -> list[dict[str, Any]]:
     """Give both directions of each hop; `time_s` is of one message: latency and bytes."""
     devices = found.verdict.plan.devices
-    hops = [pair for a, b in itertools.pairwise(devices) for pair in ((a, b), (b, a))]
-    message_bytes = found.workload.boundary_bytes
+    message_bytes, num_forwards = found.workload.boundary_bytes, found.workload.num_forwards
+    hops = [
+        hop
+        for low, high in itertools.pairwise(devices)
+        for hop in ((low, high, num_forwards), (high, low, 1))
+    ]
     return [
         {
             "from": found.household.devices[source].name,
             "to": found.household.devices[target].name,
-            "bytes_per_step": message_bytes * found.workload.num_microbatches,
+            "bytes_per_step": times * message_bytes * found.workload.num_microbatches,
             "time_s": link.latency_s + serial_s(link, message_bytes),
         }
-        for source, target in hops
+        for source, target, times in hops
         for link in [found.household.links[source, target]]
     ]
 

@@ -206,7 +206,7 @@ def plan_of(
         checkpoint_activations=config.checkpoint_activations,
         adapter_init=adapter_init,
         neftune_alpha=config.neftune_alpha,
-        label_smoothing=config.label_smoothing,
+        objective=config.learnt,
         quantize=config.quantize,
     )
 
@@ -317,7 +317,7 @@ def _assign(
         base_weights="dense" if "dense" in held else "packed",
     )
     value_bytes = max(DTYPE_BYTES[dtype] for dtype in dtypes)
-    microbatch_tokens = microbatch_size * config.max_seq_length
+    microbatch_tokens = config.learnt.answers_per_row * microbatch_size * config.max_seq_length
     costs = pseudo_layer_costs(
         shape,
         lora=config.lora,

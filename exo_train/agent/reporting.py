@@ -22,7 +22,7 @@ from exo_train.agent.opening import Narrator
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.train.beginning import Beginning
-from exo_train.train.metrics import StepMetrics
+from exo_train.train.metrics import PairMetrics, StepMetrics
 from exo_train.train.watcher import Watcher
 
 PROJECT = "exo-train"
@@ -106,16 +106,17 @@ class Reports:
             self._open_all()  # the run directory is there by now
             watcher.on_ring(formed)
 
-        def step(metrics: StepMetrics, remaining_s: float | None) -> None:
+        def after_step(metrics: StepMetrics, remaining_s: float | None) -> None:
             watcher.on_step(metrics, remaining_s)
             self._log(step_values(metrics), step=metrics.step)
 
-        def evaluation(at: int, loss: float) -> None:
-            watcher.on_evaluation(at, loss)
-            self._log({"held_out/loss": loss}, step=at)
+        def evaluation(step: int, loss: float, pairs: PairMetrics | None = None) -> None:
+            watcher.on_evaluation(step, loss, pairs)
+            values = {"loss": loss, **(pairs.to_dict() if pairs else {})}
+            self._log({f"held_out/{name}": value for name, value in values.items()}, step=step)
 
         return (
-            replace(watcher, on_ring=ring, on_step=step, on_evaluation=evaluation),
+            replace(watcher, on_ring=ring, on_step=after_step, on_evaluation=evaluation),
             replace(narrator, on_begin=begin),
         )
 

@@ -12,18 +12,24 @@ from pathlib import Path
 from exo_train.config import TrainConfig
 from exo_train.models.spec import ModelSpec
 from exo_train.models.tokenizer import load_tokenizer
-from exo_train.train.batches import plan_batches, repeat_items, split_validation
+from exo_train.train.batches import plan_batches
 from exo_train.train.chat import EncodedRows, encode_rows
 from exo_train.train.data_set import DataSet, read_data
 from exo_train.train.examples import Example
 from exo_train.train.loop import Data
+from exo_train.train.random_order import repeat_items, split_validation
 from exo_train.train.rows import Row
 from exo_train.train.templates import use_template
 
 
 def rows_of_run(config: TrainConfig) -> DataSet:
     """Read the rows that a run's options name, as they say."""
-    return read_data(config.data, columns=config.columns, on_bad_row=config.on_bad_row)
+    return read_data(
+        config.data,
+        columns=config.columns,
+        on_bad_row=config.on_bad_row,
+        objective=config.objective,
+    )
 
 
 def encode_data(

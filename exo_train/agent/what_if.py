@@ -52,7 +52,10 @@ class WhatIf:
             microbatch_size=microbatch_size,
             value_bytes=self.value_bytes,
         )
-        household = self.one_sequence.with_times(microbatch_size)
+        learnt = self.config.learnt
+        household = self.one_sequence.with_times(
+            learnt.time_factor * learnt.answers_per_row * microbatch_size
+        )
         devices = tuple(
             dataclasses.replace(device, costs=self._costs(processor, microbatch_size))
             for device, processor in zip(household.devices, self.processors, strict=True)
@@ -108,7 +111,11 @@ def what_if_report(home: Home, config: TrainConfig, devices_file: Path) -> dict[
     return {
         **report_head(spec, config, dtype=dtype),
         **decision_fields(
-            found, step_positions=config.batch_size * config.max_seq_length, epoch=epoch
+            found,
+            step_positions=config.learnt.answers_per_row
+            * config.batch_size
+            * config.max_seq_length,
+            epoch=epoch,
         ),
     }
 

@@ -9,12 +9,14 @@ Shapes: B sequences, T positions, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from exo_train.backends.preference import PairSums
+from exo_train.objective_config import ObjectiveConfig
 from exo_train.wire.tensor import DType, HostTensor
 
 Arrays = dict[str, np.ndarray]
@@ -35,6 +37,8 @@ class MicrobatchInput:
     `row_starts` is empty where each sequence is one row; else it has each row's first position,
     counted through all sequences (sequence * T + position), and rows do not see each other.
     `row_lengths` are the rows' positions without pads, on the stage with the embedding.
+    Where the objective has pairs, the first half of the rows are chosen answers and the second half
+    the rejected ones, in the same order.
     """
 
     index: int
@@ -71,7 +75,18 @@ class Stage(Protocol):
     """
 
     def begin_step(self, *, step: int, loss_scale: float) -> None:
-        """Zero gradients and loss; `loss_scale` is 1 / supervised tokens of the whole step."""
+        """Zero gradients and loss; `loss_scale` is 1 / what the step's loss is a mean over.
+
+        That are all its supervised tokens, or its pairs.
+        """
+        ...
+
+    def refer(self, microbatch: MicrobatchInput) -> HostTensor | None:
+        """Forward of the base alone: its adapter off, no dropout, no stash; objective dpo.
+
+        Goes before the microbatch's `forward` or `evaluate`. None on the stage with the head, which
+        keeps the answers' log-probabilities for it.
+        """
         ...
 
     def forward(self, microbatch: MicrobatchInput) -> HostTensor | None:
@@ -91,6 +106,10 @@ class Stage(Protocol):
 
     def loss_sum(self) -> float:
         """Summed loss (nats, not scaled) of this step's microbatches; 0.0 without head."""
+        ...
+
+    def take_pair_sums(self) -> PairSums:
+        """Give what pairs came to since the last call or `begin_step`; zeros without head."""
         ...
 
     def grad_square_sum(self) -> float:
@@ -145,6 +164,13 @@ class Stage(Protocol):
 
     def peak_memory_bytes(self) -> int: ...
 
+    def start_decoding(self) -> Callable[[list[int]], np.ndarray]:
+        """Give a function from the tokens it has not seen to the next one's logits (V).
+
+        With the adapter on; the stage is the whole model.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOptions:
@@ -153,7 +179,7 @@ class StageOptions:
     `adapter_init` "zero" is LoRA's usual start (B = 0); "random" fills B too, so that every
     gradient is non-zero in a comparison. `quantize` is 4 or 8 bits for the projections of an
     unquantised base, 0: none. `base_weights` "packed" keeps quantised weights as they are, "dense"
-    the same numbers in the compute dtype.
+    the same numbers in the compute dtype. An evaluation's loss is without label smoothing.
     """
 
     seed: int
@@ -162,6 +188,6 @@ class StageOptions:
     checkpoint_activations: bool = False
     adapter_init: str = "zero"
     neftune_alpha: float = 0.0  # noise on the embeddings in training
-    label_smoothing: float = 0.0  # in training; an evaluation's loss is plain
+    objective: ObjectiveConfig = ObjectiveConfig()  # noqa: RUF009 - frozen
     quantize: int = 0
     base_weights: str = "packed"

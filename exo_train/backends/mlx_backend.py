@@ -5,8 +5,6 @@ Owns no arrays: `mlx_stage` has them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import mlx.core as mx
 
 from exo_train.backends.base import Stage, StageOptions
@@ -25,7 +23,6 @@ from exo_train.backends.mlx_model import (
     to_mlx,
 )
 from exo_train.backends.mlx_stage import MlxStage
-from exo_train.backends.sampling import generate_tokens
 from exo_train.backends.stage_model import layer_windows
 from exo_train.lora_config import LoraConfig
 from exo_train.models.spec import ModelSpec
@@ -82,24 +79,3 @@ def load_stage(
             optimizer=optimizer,
             options=options,
         )
-
-
-def generate(
-    stage: Stage,
-    tokens: list[int],
-    *,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    stop_ids: set[int],
-) -> Iterator[int]:
-    """Yield the ids that follow `tokens`, with the adapter on; the stage is the whole model."""
-    assert isinstance(stage, MlxStage)
-    return generate_tokens(
-        stage.start_decoding(),
-        tokens,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop_ids=stop_ids,
-    )

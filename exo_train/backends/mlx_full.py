@@ -5,14 +5,18 @@ Must not decide which weights these are (`full` does), or keep their float32 val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from exo_train.backends.stage_model import global_name
 from exo_train.plan.stages import StageSpec
+
+# An update is evaluated in parts of so many bytes of new values.
+UPDATE_BYTES = 64 << 20
 
 
 def weight_places(
@@ -34,3 +38,20 @@ def weight_places(
             module[leaf] = weight
 
     return put
+
+
+def in_parts(updated: Iterable[tuple[str, mx.array]]) -> Iterator[dict[str, mx.array]]:
+    """Yield new values, some at a time: what was before goes once what comes after is there."""
+    part: dict[str, mx.array] = {}
+    for name, value in updated:
+        part[name] = value
+        if sum(each.nbytes for each in part.values()) > UPDATE_BYTES:
+            yield part
+            part = {}
+    yield part
+
+
+def rows_added(total_VD: mx.array, tokens_BT: np.ndarray, grad_BTD: mx.array) -> mx.array:
+    """Add each position's gradient to its token's row."""
+    tokens_N = mx.array(tokens_BT.reshape(-1))
+    return total_VD.at[tokens_N].add(grad_BTD.flatten(0, 1).astype(mx.float32))

@@ -8,7 +8,7 @@ Shapes: B sequences, T positions, N = B*T, D hidden size, S supervised tokens, C
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import mlx.core as mx
@@ -35,9 +35,7 @@ def head_loss(
     supervised position. Smoothing s makes a target 1 - s of itself and s of all V alike (Szegedy
     et al. 2015, arXiv:1512.00567, section 7).
     """
-    rows_S = np.flatnonzero(mask_BT)
-    targets_S = mx.array(targets_BT.reshape(-1)[rows_S])
-    hidden_SD = hidden_BTD.flatten(0, 1)[mx.array(rows_S)]
+    hidden_SD, targets_S = _supervised(hidden_BTD, targets_BT, mask_BT)
     trained = [] if weight_VD is None else [weight_VD]
 
     def logits(hidden_CD: mx.array, *weights: mx.array) -> mx.array:
@@ -45,6 +43,66 @@ def head_loss(
 
     loss_and_gradients = _loss_and_gradients(logits, targets_S, label_smoothing)
     return loss_and_gradients(hidden_SD, *trained)[0]
+
+
+def head_log_probs(
+    head: Head, hidden_BTD: mx.array, targets_BT: np.ndarray, mask_BT: np.ndarray
+) -> np.ndarray:
+    """Give the log-probability (nats) of each supervised position (S), a chunk after the other."""
+    hidden_SD, targets_S = _supervised(hidden_BTD, targets_BT, mask_BT)
+    return np.concatenate(
+        [
+            np.array(_log_probs(head, hidden_SD[part], targets_S[part]))
+            for part in _parts(hidden_SD.shape[0])
+        ]
+    )
+
+
+def differentiable_log_probs(
+    head: Head, hidden_BTD: mx.array, targets_BT: np.ndarray, mask_BT: np.ndarray
+) -> mx.array:
+    """Give the same, with a gradient of their own: no chunk's logits are kept for it."""
+    hidden_SD, targets_S = _supervised(hidden_BTD, targets_BT, mask_BT)
+
+    def chunk(hidden_CD: mx.array, targets_C: mx.array) -> tuple[mx.array, mx.array]:
+        log_probs_C = _log_probs(head, hidden_CD, targets_C)
+        return log_probs_C.sum(), log_probs_C
+
+    @mx.custom_function
+    def log_probs(hidden_SD: mx.array) -> tuple[mx.array, ...]:
+        parts, grads = [], []
+        for part in _parts(hidden_SD.shape[0]):
+            (_, log_probs_C), grad_CD = mx.value_and_grad(chunk)(hidden_SD[part], targets_S[part])
+            parts.append(log_probs_C)
+            grads.append(grad_CD)
+        return mx.concatenate(parts), mx.concatenate(grads)
+
+    @log_probs.vjp
+    def _(
+        primals: mx.array, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
+    ) -> mx.array:
+        grad_SD = cotangents[0][:, None] * outputs[1].astype(mx.float32)
+        return grad_SD.astype(outputs[1].dtype)
+
+    return cast(Callable[[mx.array], tuple[mx.array, ...]], log_probs)(hidden_SD)[0]
+
+
+def _log_probs(head: Head, hidden_CD: mx.array, targets_C: mx.array) -> mx.array:
+    losses_C: mx.array = nn.losses.cross_entropy(head(hidden_CD).astype(mx.float32), targets_C)
+    return -losses_C
+
+
+def _supervised(
+    hidden_BTD: mx.array, targets_BT: np.ndarray, mask_BT: np.ndarray
+) -> tuple[mx.array, mx.array]:
+    rows_S = np.flatnonzero(mask_BT)
+    targets_S = mx.array(targets_BT.reshape(-1)[rows_S])
+    return hidden_BTD.flatten(0, 1)[mx.array(rows_S)], targets_S
+
+
+def _parts(num_tokens: int) -> Iterator[slice]:
+    for start in range(0, num_tokens, HEAD_CHUNK_TOKENS):
+        yield slice(start, start + HEAD_CHUNK_TOKENS)
 
 
 def _loss_and_gradients(
@@ -66,8 +124,7 @@ def _loss_and_gradients(
         of_weights = [mx.zeros(weight.shape, mx.float32) for weight in weights]
         # Of a single one MLX gives no tuple.
         wanted = list(range(1, 2 + len(weights))) if weights else 1
-        for start in range(0, hidden_SD.shape[0], HEAD_CHUNK_TOKENS):
-            part = slice(start, start + HEAD_CHUNK_TOKENS)
+        for part in _parts(hidden_SD.shape[0]):
             loss, found = mx.value_and_grad(chunk_loss, argnums=wanted)(
                 targets_S[part], hidden_SD[part], *weights
             )

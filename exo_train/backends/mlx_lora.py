@@ -39,6 +39,7 @@ class Slot:
     dtype: mx.Dtype  # the base computes in it
     adapter: Adapter = field(default_factory=dict)
     dropout: Dropout | None = None
+    is_off: bool = False  # the base alone
 
     def put(self, adapter: Adapter) -> None:
         self.adapter = adapter
@@ -62,6 +63,10 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
         self.base_squares_O = base_squares_O  # with DoRA
 
     def __call__(self, x_BTF: mx.array) -> mx.array:
+        y_BTO: mx.array
+        if self.slot.is_off:
+            y_BTO = self.base(x_BTF)
+            return y_BTO
         a_FR = self.slot.adapter[f"{self.prefix}.lora_a"]
         b_RO = self.slot.adapter[f"{self.prefix}.lora_b"]
         x32_BTF = x_BTF.astype(mx.float32)
@@ -78,7 +83,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
         low_BTR = x32_BTF @ a_FR
         if self.base_squares_O is not None:
             return self._lengthened(x_BTF, self.scale * (low_BTR @ b_RO), a_FR, b_RO)
-        y_BTO: mx.array = self.base(x_BTF)
+        y_BTO = self.base(x_BTF)
         return y_BTO + (self.scale * (low_BTR @ b_RO)).astype(y_BTO.dtype)
 
     def _lengthened(

@@ -28,19 +28,15 @@ from exo_train.backends.lora import (
 )
 from exo_train.backends.memory import memory_errors_named, peak_process_bytes
 from exo_train.backends.mlx_finite import first_bad_gradient, first_bad_value
-from exo_train.backends.mlx_head import head_loss
+from exo_train.backends.mlx_full import in_parts, rows_added
+from exo_train.backends.mlx_head import differentiable_log_probs, head_log_probs, head_loss
 from exo_train.backends.mlx_lora import Adapter, Slot
 from exo_train.backends.mlx_masks import layer_masks
-from exo_train.backends.mlx_model import (
-    MLX_DTYPES,
-    checked_device,
-    head_logits,
-    to_host,
-    to_mlx,
-)
+from exo_train.backends.mlx_model import MLX_DTYPES, checked_device, head_logits, to_host, to_mlx
 from exo_train.backends.mlx_noise import with_noise
 from exo_train.backends.noise import noise_of
 from exo_train.backends.optimizers import Optimizer
+from exo_train.backends.preference import PairLoss, Pairs, PairSums
 from exo_train.backends.stage_model import input_name
 from exo_train.errors import DoesNotFitError
 from exo_train.lora_config import LoraConfig
@@ -48,9 +44,6 @@ from exo_train.models.spec import EMBEDDING, FINAL_NORM
 from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.stages import StageSpec
 from exo_train.wire.tensor import HostTensor
-
-# An update is evaluated in parts of so many bytes of new values.
-UPDATE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,24 +88,37 @@ class MlxStage:
         self._head_name = head_name if stage.head and head_name in adapter else ""
         self._embeds_trained = stage.embedding and EMBEDDING in adapter
         self._optimizer = Optimizer(
-            optimizer,
-            self._shapes(),
-            xp=mx,
-            from_numpy=lambda a: mx.array(a),
-            shared=shared,
+            optimizer, self._shapes(), xp=mx, from_numpy=lambda a: mx.array(a), shared=shared
         )
         mx.eval(self._adapter, self._optimizer.arrays)
         self._computing: Adapter = {}
         self._refresh(self._adapter)
         self._stash: dict[int, _Stashed] = {}
+        self._pairs = Pairs(options.objective)
         self.begin_step(step=0, loss_scale=1.0)
 
     def begin_step(self, *, step: int, loss_scale: float) -> None:
         self._step, self._loss_scale, self._loss_sum = step, loss_scale, 0.0
+        self._pairs.begin()
         self._stash.clear()
         with self._on_device("beginning a step"):
             self._gradients = {name: mx.zeros_like(value) for name, value in self._adapter.items()}
             mx.eval(self._gradients)
+
+    def refer(self, microbatch: MicrobatchInput) -> HostTensor | None:
+        with self._on_device(f"asking the base about {microbatch}"):
+            self._slot.is_off = True
+            try:
+                input_BTD = self._input(microbatch, noisy=False)
+                output_BTD = self._run(self._computing, input_BTD, microbatch, drops=False)
+                if not self._stage.head:
+                    return to_host(output_BTD, self._options.wire_dtype)
+                targets_BT, mask_BT = microbatch.supervision()
+                log_probs_S = head_log_probs(self._head, output_BTD, targets_BT, mask_BT)
+            finally:
+                self._slot.is_off = False
+            self._pairs.refer(microbatch.index, log_probs_S, mask_BT)
+            return None
 
     def forward(self, microbatch: MicrobatchInput) -> HostTensor | None:
         with self._on_device(f"doing the forward of {microbatch}"):
@@ -134,19 +140,28 @@ class MlxStage:
                 return None
             return to_host(mx.zeros_like(self._input(microbatch)), self._options.wire_dtype)
 
+        objective = self._options.objective
+        found: list[PairLoss] = []
+
         def loss(adapter: Adapter, input_BTD: mx.array) -> mx.array:
             hidden_BTD = self._run(adapter, input_BTD, microbatch)
-            return head_loss(
-                self._head,
-                hidden_BTD,
-                targets_BT,
-                mask_BT,
-                label_smoothing=self._options.label_smoothing,
-                weight_VD=adapter.get(self._head_name),
-            )
+            if not objective.has_pairs:
+                return head_loss(
+                    self._head,
+                    hidden_BTD,
+                    targets_BT,
+                    mask_BT,
+                    label_smoothing=objective.label_smoothing,
+                    weight_VD=adapter.get(self._head_name),
+                )
+            log_probs_S = differentiable_log_probs(self._head, hidden_BTD, targets_BT, mask_BT)
+            found.append(self._pairs.loss(microbatch.index, np.array(log_probs_S), mask_BT))
+            # What has the loss's gradient: each log-probability times the loss's slope at it.
+            slopes_S = found[0].slopes_B[np.nonzero(mask_BT)[0]]
+            return (mx.array(slopes_S, mx.float32) * log_probs_S).sum()
 
         loss_sum, input_grad = self._pull_back(loss, microbatch, mx.array(self._loss_scale))
-        self._loss_sum += float(loss_sum)
+        self._loss_sum += found[0].loss_sum if found else float(loss_sum)
         return input_grad
 
     def backward(self, index: int, grad_BTD: HostTensor | None) -> HostTensor | None:
@@ -174,19 +189,25 @@ class MlxStage:
             targets_BT, mask_BT = microbatch.supervision()
             if not mask_BT.any():
                 return 0.0
-            return float(head_loss(self._head, output_BTD, targets_BT, mask_BT))
+            if not self._options.objective.has_pairs:
+                return float(head_loss(self._head, output_BTD, targets_BT, mask_BT))
+            log_probs_S = head_log_probs(self._head, output_BTD, targets_BT, mask_BT)
+            return self._pairs.loss(
+                microbatch.index, log_probs_S, mask_BT, evaluation=True
+            ).loss_sum
 
     def loss_sum(self) -> float:
         return self._loss_sum
 
+    def take_pair_sums(self) -> PairSums:
+        return self._pairs.take_sums()
+
     def grad_square_sum(self) -> float:
+        counted = dict(self._gradients)
+        if not self._stage.embedding:
+            counted.pop(EMBEDDING, None)  # a tied matrix counts on the first stage
         with self._on_device("adding up its gradients"):
-            return sum(
-                float(mx.square(gradient).sum())
-                for name, gradient in self._gradients.items()
-                # The tied matrix counts on the first stage.
-                if name != EMBEDDING or self._stage.embedding
-            )
+            return sum(float(mx.square(gradient).sum()) for gradient in counted.values())
 
     def find_bad_activation(self, microbatch: MicrobatchInput, *, evaluation: bool = False) -> str:
         with self._on_device(f"looking for a bad value in {microbatch}"):
@@ -204,14 +225,11 @@ class MlxStage:
         with self._on_device("updating its adapter"):
             scaled = {name: value * grad_scale for name, value in self._gradients.items()}
             updated = self._optimizer.updated(self._adapter, scaled, learning_rate=learning_rate)
-            new: list[str] = []
-            for name, value in updated:
-                self._adapter[name], self._gradients[name] = value, scaled[name]
-                new.append(name)
-                # What was before goes as soon as what comes after it is there.
-                if sum(self._adapter[name].nbytes for name in new) > UPDATE_BYTES:
-                    self._finish_update(new)
-            self._finish_update(new)
+            for new in in_parts(updated):
+                self._adapter |= new
+                self._gradients |= {name: scaled[name] for name in new}
+                mx.eval(self._adapter, self._gradients, self._optimizer.arrays)
+                self._refresh(new)
 
     def adapter(self) -> Arrays:
         with self._on_device("giving its adapter"):
@@ -249,7 +267,6 @@ class MlxStage:
         return mx.get_peak_memory() if self._device == "gpu" else peak_process_bytes()
 
     def start_decoding(self) -> Callable[[list[int]], np.ndarray]:
-        """Give a function from the tokens it has not seen to the next one's logits (V)."""
         caches = [RotatingKVCache(max_size=w) if w else KVCache() for w in self._windows]
 
         def next_logits(unseen: list[int]) -> np.ndarray:
@@ -359,25 +376,14 @@ class MlxStage:
         self._put(self._computing)  # tracers must not stay
         for name, gradient in zip(names, grads, strict=False):
             self._gradients[name] = self._gradients[name] + gradient
-        if self._embeds_trained:
-            self._add_to_embedding(microbatch, grads[-1])
+        if self._embeds_trained:  # noise was added, so its gradient is the input's
+            assert microbatch.tokens_BT is not None
+            total_VD = self._gradients[EMBEDDING]
+            self._gradients[EMBEDDING] = rows_added(total_VD, microbatch.tokens_BT, grads[-1])
         mx.eval(output, self._gradients, grads[len(names) :])
         if self._stage.embedding:
             return output, None
         return output, to_host(grads[-1], self._options.wire_dtype)
-
-    def _add_to_embedding(self, microbatch: MicrobatchInput, grad_BTD: mx.array) -> None:
-        """Add each position's gradient to its token's row; noise was added, so it is the same."""
-        assert microbatch.tokens_BT is not None
-        tokens_N = mx.array(microbatch.tokens_BT.reshape(-1))
-        grad_ND = grad_BTD.flatten(0, 1).astype(mx.float32)
-        self._gradients[EMBEDDING] = self._gradients[EMBEDDING].at[tokens_N].add(grad_ND)
-
-    def _finish_update(self, names: list[str]) -> None:
-        """Evaluate what was updated, and empty the list."""
-        mx.eval(self._adapter, self._gradients, self._optimizer.arrays)
-        self._refresh(names)
-        names.clear()
 
     def _refresh(self, names: Iterable[str]) -> None:
         """Have the modules compute with what is trained as it is now."""

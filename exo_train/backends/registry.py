@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
 from typing import Protocol, cast
 
 from exo_train.backends.base import Stage, StageOptions
@@ -43,19 +42,6 @@ class Backend(Protocol):
         options: StageOptions,
     ) -> Stage:
         """Read this stage's tensors, and no others, and make it ready to train on `device`."""
-        ...
-
-    def generate(
-        self,
-        stage: Stage,
-        tokens: list[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        seed: int,
-        stop_ids: set[int],
-    ) -> Iterator[int]:
-        """Yield the ids that follow `tokens`, with the adapter on; the stage is the whole model."""
         ...
 
 

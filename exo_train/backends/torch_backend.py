@@ -5,8 +5,6 @@ Owns no arrays: `torch_stage` has them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from exo_train.backends.base import Stage, StageOptions
@@ -16,7 +14,6 @@ from exo_train.backends.lora import (
     stage_placements,
 )
 from exo_train.backends.memory import memory_errors_named
-from exo_train.backends.sampling import generate_tokens
 from exo_train.backends.torch_full import train_weights
 from exo_train.backends.torch_lora import DropoutSlot, attach, magnitudes
 from exo_train.backends.torch_model import (
@@ -83,27 +80,6 @@ def load_stage(
             optimizer=optimizer,
             options=options,
         )
-
-
-def generate(
-    stage: Stage,
-    tokens: list[int],
-    *,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    stop_ids: set[int],
-) -> Iterator[int]:
-    """Yield the ids that follow `tokens`, with the adapter on; the stage is the whole model."""
-    assert isinstance(stage, TorchStage)
-    return generate_tokens(
-        stage.start_decoding(),
-        tokens,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop_ids=stop_ids,
-    )
 
 
 def _checked_device(device: str) -> torch.device:

@@ -63,6 +63,43 @@ def head_loss_and_gradient(
     return loss_sum, grad_BTD
 
 
+def head_log_probs(
+    head: Head, hidden_BTD: torch.Tensor, targets_BT: np.ndarray, mask_BT: np.ndarray
+) -> np.ndarray:
+    """Give the log-probability (nats) of each supervised position, in their order."""
+    with torch.no_grad():
+        parts = [
+            -_cross_entropies(head, hidden_CD, targets_C)
+            for _, hidden_CD, targets_C in _chunks(hidden_BTD, targets_BT, mask_BT)
+        ]
+    return torch.cat(parts).cpu().numpy()
+
+
+def head_log_probs_and_gradients(
+    head: Head, hidden_BTD: torch.Tensor, targets_BT: np.ndarray, mask_BT: np.ndarray
+) -> tuple[np.ndarray, torch.Tensor]:
+    """Give the same, and at `hidden_BTD` the gradient of each position's own.
+
+    What a loss makes of them is known only when all are there; its slope is a factor of a row.
+    """
+    parts = []
+    hidden_BTD = hidden_BTD.detach()
+    grad_BTD = torch.zeros_like(hidden_BTD)
+    grad_ND = grad_BTD.view(-1, grad_BTD.shape[-1])
+    for rows_C, hidden_CD, targets_C in _chunks(hidden_BTD, targets_BT, mask_BT):
+        hidden_CD.requires_grad_()
+        with torch.enable_grad():
+            log_probs_C = -_cross_entropies(head, hidden_CD, targets_C)
+            (grad_CD,) = torch.autograd.grad(log_probs_C.sum(), hidden_CD)
+        grad_ND[rows_C] = grad_CD
+        parts.append(log_probs_C.detach())
+    return torch.cat(parts).cpu().numpy(), grad_BTD
+
+
+def _cross_entropies(head: Head, hidden_CD: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(head(hidden_CD).float(), targets_C, reduction="none")
+
+
 def _cross_entropy(
     head: Head, hidden_CD: torch.Tensor, targets_C: torch.Tensor, label_smoothing: float = 0.0
 ) -> torch.Tensor:

@@ -35,6 +35,7 @@ class DropoutSlot:
 
     dtype: torch.dtype  # the base computes in it
     dropout: Dropout | None = None
+    is_off: bool = False  # the base alone
 
 
 class LoraLinear(torch.nn.Module):
@@ -62,6 +63,10 @@ class LoraLinear(torch.nn.Module):
         self.base_squares_O = None if self.dora_m is None else self.dora_m.detach().square()
 
     def forward(self, x_BTF: torch.Tensor) -> torch.Tensor:
+        y_BTO: torch.Tensor
+        if self.slot.is_off:
+            y_BTO = self.base(x_BTF)
+            return y_BTO
         dropout = self.slot.dropout
         words_BT = None
         if dropout is not None:
@@ -72,7 +77,7 @@ class LoraLinear(torch.nn.Module):
             x_BTF, self.lora_a, self.lora_b, self.scale, dropout, words_BT
         )
         if self.dora_m is None:
-            y_BTO: torch.Tensor = self.base(x_BTF)
+            y_BTO = self.base(x_BTF)
             return y_BTO + delta_BTO
         bias = getattr(self.base, "bias", None)
         sum_BTO = self._without_bias(x_BTF) + delta_BTO

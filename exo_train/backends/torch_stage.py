@@ -29,10 +29,16 @@ from exo_train.backends.lora import (
 from exo_train.backends.memory import memory_errors_named, peak_process_bytes
 from exo_train.backends.noise import noise_of
 from exo_train.backends.optimizers import Optimizer
+from exo_train.backends.preference import Pairs, PairSums
 from exo_train.backends.stage_model import input_name
 from exo_train.backends.torch_finite import all_finite, first_bad_gradient, outputs_watched
 from exo_train.backends.torch_full import Trained
-from exo_train.backends.torch_head import head_loss, head_loss_and_gradient
+from exo_train.backends.torch_head import (
+    head_log_probs,
+    head_log_probs_and_gradients,
+    head_loss,
+    head_loss_and_gradient,
+)
 from exo_train.backends.torch_lora import DropoutSlot
 from exo_train.backends.torch_masks import attention_arguments
 from exo_train.backends.torch_model import (
@@ -99,15 +105,28 @@ class TorchStage:
                     checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
                 )
         self._stash: dict[int, _Stashed] = {}
+        self._pairs = Pairs(options.objective)
         self.begin_step(step=0, loss_scale=1.0)
 
     def begin_step(self, *, step: int, loss_scale: float) -> None:
         self._step, self._loss_scale, self._loss_sum = step, loss_scale, 0.0
+        self._pairs.begin()
         self._stash.clear()
         with self._memory_errors_named("beginning a step"):
             for value in self._adapter.values():
                 # Zeros, not None: every value is then moved in every step, as in MLX.
                 value.grad = torch.zeros_like(value)
+
+    def refer(self, microbatch: MicrobatchInput) -> HostTensor | None:
+        with self._computing(f"asking the base about {microbatch}"), torch.no_grad():
+            input_BTD = self._input(microbatch, noisy=False)
+            output_BTD = self._run(input_BTD, None, microbatch.row_starts, adapter_on=False)
+            if not self._stage.head:
+                return to_host(output_BTD, self._options.wire_dtype)
+            targets_BT, mask_BT = microbatch.supervision()
+            log_probs_S = head_log_probs(self._model.lm_head, output_BTD, targets_BT, mask_BT)
+            self._pairs.refer(microbatch.index, log_probs_S, mask_BT)
+            return None
 
     def forward(self, microbatch: MicrobatchInput) -> HostTensor | None:
         with self._computing(f"doing the forward of {microbatch}"):
@@ -118,17 +137,7 @@ class TorchStage:
             output_BTD = self._run(input_BTD, dropout, microbatch.row_starts)
             loss_grad_BTD = None
             if self._stage.head:
-                targets_BT, mask_BT = microbatch.supervision()
-                trained_head = self._adapter.get(self._head_name)
-                loss_sum, loss_grad_BTD = head_loss_and_gradient(
-                    self._model.lm_head,
-                    output_BTD,
-                    targets_BT,
-                    mask_BT,
-                    loss_scale=self._loss_scale,
-                    label_smoothing=self._options.label_smoothing,
-                    weight_grad=None if trained_head is None else trained_head.grad,
-                )
+                loss_sum, loss_grad_BTD = self._loss_and_gradient(microbatch, output_BTD)
                 self._loss_sum += loss_sum
             self._stash[microbatch.index] = _Stashed(
                 name=str(microbatch),
@@ -140,6 +149,28 @@ class TorchStage:
             )
             return None if self._stage.head else to_host(output_BTD, self._options.wire_dtype)
 
+    def _loss_and_gradient(
+        self, microbatch: MicrobatchInput, output_BTD: torch.Tensor
+    ) -> tuple[float, torch.Tensor]:
+        """Give the summed loss, and the gradient of loss * scale at `output_BTD`."""
+        head, objective = self._model.lm_head, self._options.objective
+        targets_BT, mask_BT = microbatch.supervision()
+        if not objective.has_pairs:
+            trained_head = self._adapter.get(self._head_name)
+            return head_loss_and_gradient(
+                head,
+                output_BTD,
+                targets_BT,
+                mask_BT,
+                loss_scale=self._loss_scale,
+                label_smoothing=objective.label_smoothing,
+                weight_grad=None if trained_head is None else trained_head.grad,
+            )
+        log_probs_S, grad_BTD = head_log_probs_and_gradients(head, output_BTD, targets_BT, mask_BT)
+        loss = self._pairs.loss(microbatch.index, log_probs_S, mask_BT)
+        factors_B = torch.from_numpy(loss.slopes_B * self._loss_scale).float().to(self._device)
+        return loss.loss_sum, (grad_BTD * factors_B[:, None, None]).to(grad_BTD.dtype)
+
     def backward(self, index: int, grad_BTD: HostTensor | None) -> HostTensor | None:
         stashed = self._stash.pop(index)
         with self._computing(f"doing the backward of {stashed.name}"):
@@ -147,7 +178,8 @@ class TorchStage:
             if gradient is None:
                 assert grad_BTD is not None
                 gradient = to_torch(grad_BTD, device=self._device, dtype=stashed.output_BTD.dtype)
-            self._slot.dropout = stashed.dropout  # read where layers are computed again
+            # Read where layers are computed again.
+            self._slot.dropout, self._slot.is_off = stashed.dropout, False
             if stashed.output_BTD.requires_grad:  # not on a first stage without an adapter
                 torch.autograd.backward(stashed.output_BTD, gradient)
             if self._embeds_trained:
@@ -161,12 +193,21 @@ class TorchStage:
         with self._computing(f"evaluating {microbatch}"), torch.no_grad():
             input_BTD = self._input(microbatch, noisy=False)
             output_BTD = self._run(input_BTD, None, microbatch.row_starts)
-            if self._stage.head:
-                return head_loss(self._model.lm_head, output_BTD, *microbatch.supervision())
-            return to_host(output_BTD, self._options.wire_dtype)
+            if not self._stage.head:
+                return to_host(output_BTD, self._options.wire_dtype)
+            head, (targets_BT, mask_BT) = self._model.lm_head, microbatch.supervision()
+            if not self._options.objective.has_pairs:
+                return head_loss(head, output_BTD, targets_BT, mask_BT)
+            log_probs_S = head_log_probs(head, output_BTD, targets_BT, mask_BT)
+            return self._pairs.loss(
+                microbatch.index, log_probs_S, mask_BT, evaluation=True
+            ).loss_sum
 
     def loss_sum(self) -> float:
         return self._loss_sum
+
+    def take_pair_sums(self) -> PairSums:
+        return self._pairs.take_sums()
 
     def grad_square_sum(self) -> float:
         with self._memory_errors_named("adding up its gradients"):
@@ -244,7 +285,6 @@ class TorchStage:
         return peak_process_bytes()
 
     def start_decoding(self) -> Callable[[list[int]], np.ndarray]:
-        """Give a function from the tokens it has not seen to the next one's logits (V)."""
         decoder = self._model.model
         cache = DynamicCache(config=self._model.config)
         # Transformers renamed the argument in 5.2x.
@@ -253,7 +293,7 @@ class TorchStage:
 
         def next_logits(unseen: list[int]) -> np.ndarray:
             with self._memory_errors_named("generating"), torch.no_grad():
-                self._slot.dropout = None
+                self._slot.dropout, self._slot.is_off = None, False
                 tokens_BT = torch.tensor([unseen], device=self._device)
                 output = decoder(tokens_BT, use_cache=True, **{keyword: cache})
                 return _numpy_copy(self._model.lm_head(output.last_hidden_state[0, -1]).float())
@@ -303,10 +343,15 @@ class TorchStage:
         total_VD.index_add_(0, tokens_N.to(self._device), grad_BTD.flatten(0, 1).float())
 
     def _run(
-        self, input_BTD: torch.Tensor, dropout: Dropout | None, row_starts: tuple[int, ...]
+        self,
+        input_BTD: torch.Tensor,
+        dropout: Dropout | None,
+        row_starts: tuple[int, ...],
+        *,
+        adapter_on: bool = True,
     ) -> torch.Tensor:
         """Run the layers, and the final norm where the head is."""
-        self._slot.dropout = dropout
+        self._slot.dropout, self._slot.is_off = dropout, not adapter_on
         attention = attention_arguments(row_starts, input_BTD, config=self._model.config)
         output = self._model.model(inputs_embeds=input_BTD, use_cache=False, **attention)
         return output.last_hidden_state  # type: ignore[no-any-return]

@@ -134,8 +134,9 @@ def plan_command(**values: Any) -> None:
 
 # What of a run's options decides a plan, and how long an epoch takes.
 PLAN_OPTIONS = (
-    "data", "columns", "on_bad_row", "chat_template", "system_role", "train_turns", "batch_size",
-    "microbatch_size", "max_seq_length", "on_long", "packing", "group_by_length", "full",
+    "data", "columns", "on_bad_row", "objective", "chat_template", "system_role", "train_turns",
+    "batch_size", "microbatch_size", "max_seq_length", "on_long", "packing", "group_by_length",
+    "full",
     "rank", "targets", "adapter_layers", "rank_pattern", "dora", "optimizer", "dtype",
     "checkpoint_activations", "quantize", "base_weights", "min_devices", "profile_s",
 )  # fmt: skip

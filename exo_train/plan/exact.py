@@ -28,7 +28,7 @@ from exo_train.plan.profiles import DeviceProfile, Household, Workload
 from exo_train.plan.schedule import Schedule, build_schedule
 from exo_train.plan.shortfall import MAX_DEVICES, Shortfall, lacking
 from exo_train.plan.stages import StageSpec
-from exo_train.plan.step_time import simulate_step
+from exo_train.plan.step_time import Wire, simulate_step
 
 # Measurements are no better than this: within it, the simpler plan wins.
 TIE = 1.01
@@ -240,7 +240,7 @@ def _plan(
     step = simulate_step(
         schedule,
         times_s,
-        up=[chains.wire(a, b) for a, b in hops],
+        up=[_repeated(chains.wire(a, b), chains.workload.num_forwards) for a, b in hops],
         down=[chains.wire(b, a) for a, b in hops],
     )
     step_s = step.end_s + update_s
@@ -272,6 +272,10 @@ def _plan(
         shared_hops=int(found.shared_hops[0]),
         exact=len(chains.devices) <= MAX_DEVICES_FOR_ALL,
     )
+
+
+def _repeated(wire: Wire, times: int) -> Wire:
+    return dataclasses.replace(wire, serial_s=times * wire.serial_s)
 
 
 def _order_that_fits(household: Household, workload: Workload) -> tuple[int, ...]:

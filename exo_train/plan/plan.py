@@ -15,6 +15,7 @@ from typing import Any
 from exo_train.config import DTYPES, PIPELINE_SCHEDULES, QUANTIZE_BITS
 from exo_train.errors import ProtocolError
 from exo_train.lora_config import LoraConfig
+from exo_train.objective_config import MAX_BETA, OBJECTIVES, ObjectiveConfig
 from exo_train.optimizer_config import OPTIMIZERS, OptimizerConfig
 from exo_train.peer import Address, NodeId
 from exo_train.plan.fields import Fields, parse_json
@@ -78,7 +79,7 @@ class Plan:
     seed: int
     checkpoint_activations: bool = False
     adapter_init: str = "zero"
-    label_smoothing: float = 0.0
+    objective: ObjectiveConfig = ObjectiveConfig()  # noqa: RUF009 - frozen
     neftune_alpha: float = 0.0
     quantize: int = 0
 
@@ -94,7 +95,7 @@ class Plan:
             "ranks": [_rank_to_dict(rank) for rank in self.ranks],
             "lora": _with_floats(self.lora),
             "optimizer": _with_floats(self.optimizer),
-            "label_smoothing": float(self.label_smoothing),
+            "objective": _with_floats(self.objective),
             "neftune_alpha": float(self.neftune_alpha),
         }
         return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -123,7 +124,7 @@ class Plan:
                 checkpoint_activations=fields.flag("checkpoint_activations"),
                 adapter_init=fields.text("adapter_init", choices=ADAPTER_INITS),
                 neftune_alpha=fields.number("neftune_alpha", low=0.0),
-                label_smoothing=fields.number("label_smoothing", low=0.0, high=_BELOW_ONE),
+                objective=_objective_from(fields.inner("objective")),
                 quantize=fields.whole("quantize", low=0, high=max(QUANTIZE_BITS)),
             )
         plan.validate()
@@ -182,7 +183,7 @@ def _layers(start: int, end: int) -> str:
     return f"layer {start} has" if end == start + 1 else f"layers {start}..{end - 1} have"
 
 
-def _with_floats(settings: LoraConfig | OptimizerConfig) -> dict[str, Any]:
+def _with_floats(settings: LoraConfig | OptimizerConfig | ObjectiveConfig) -> dict[str, Any]:
     """Give plain values in which 16 and 16.0 are the same text, so equal plans hash alike."""
     hints = {f.name: f.type for f in dataclasses.fields(settings)}
     plain = dataclasses.asdict(settings)
@@ -239,6 +240,15 @@ def _layer_bound(value: object, place: str) -> int:
 def _address_from(value: object, place: str) -> Address:
     with Fields(value, place) as fields:
         return Address(fields.text("host"), fields.whole("port", low=1, high=65535))
+
+
+def _objective_from(fields: Fields) -> ObjectiveConfig:
+    with fields:
+        return ObjectiveConfig(
+            name=fields.text("name", choices=OBJECTIVES),
+            beta=fields.number("beta", low=0.0, high=MAX_BETA),
+            label_smoothing=fields.number("label_smoothing", low=0.0, high=_BELOW_ONE),
+        )
 
 
 def _optimizer_from(fields: Fields) -> OptimizerConfig:

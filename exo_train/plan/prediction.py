@@ -76,13 +76,13 @@ def predict(
     for rank, (stage, with_process) in enumerate(zip(plan.stages, counts_process, strict=True)):
         device = household.devices[stage.device]
         process_bytes = workload.costs_of(device).per_stage.static_bytes
-        num_neighbours = (rank > 0) + (rank < last)
+        num_messages = (rank > 0) + (rank < last) * workload.num_forwards
         ranks.append(
             RankPrediction(
                 name=device.name,
                 busy_share=stage.busy_share,
                 peak_memory_bytes=stage.memory_bytes - (0 if with_process else process_bytes),
-                sent_bytes=num_neighbours * workload.boundary_bytes * workload.num_microbatches,
+                sent_bytes=num_messages * workload.boundary_bytes * workload.num_microbatches,
             )
         )
     return Prediction(

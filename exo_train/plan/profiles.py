@@ -105,12 +105,13 @@ class Workload:
 
     `costs` are embedding, decoder layers (all alike) and head; `per_stage` is added to every
     stage; a device with costs of its own has those instead. `boundary_bytes` is one message, one
-    way.
+    way; so often as `num_forwards` says a microbatch sends one up.
     """
 
     costs: tuple[LayerCost, ...]
     boundary_bytes: int
     num_microbatches: int
+    num_forwards: int = 1
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     per_stage: LayerCost = LayerCost(static_bytes=0, per_microbatch_bytes=0)  # noqa: RUF009
 

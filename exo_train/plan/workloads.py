@@ -83,10 +83,12 @@ def run_workload(
 ) -> Workload:
     """Give the step's memory, messages and microbatches.
 
+    `microbatch_size` is in rows of the data, of which a pair makes two sequences. The reference's
+    forward keeps nothing, so it needs no memory of its own.
     `value_bytes` are of one activation, on a device and between two, and of a weight that is not
     packed. `process_bytes` are what a stage's process takes before it holds a model.
     """
-    tokens = microbatch_size * config.max_seq_length
+    tokens = config.learnt.answers_per_row * microbatch_size * config.max_seq_length
     return Workload(
         costs=pseudo_layer_costs(
             held_shape(shape, quantize=config.quantize, base_weights=config.base_weights),
@@ -100,6 +102,7 @@ def run_workload(
         ),
         boundary_bytes=tokens * shape.hidden_size * value_bytes,
         num_microbatches=-(-config.batch_size // microbatch_size),
+        num_forwards=config.learnt.num_forwards,
         schedule="1f1b" if config.pipeline_schedule == "1f1b" else "gpipe",
         per_stage=dataclasses.replace(
             boundary_cost(
@@ -121,14 +124,14 @@ def run_stage_costs(
     wire_bytes: int,
     measured: Measured | None = None,
 ) -> StageCosts:
-    """Give what a stage of the run takes on one processor, for rows of `sequence` positions."""
+    """Give what a stage of the run takes on one processor, for sequences of so many positions."""
     return stage_costs(
         held_shape(shape, quantize=config.quantize, base_weights=config.base_weights),
         processor=processor,
         value_bytes=value_bytes,
         wire_bytes=wire_bytes,
         lora=config.lora,
-        microbatch_size=microbatch_size,
+        microbatch_size=config.learnt.answers_per_row * microbatch_size,
         sequence=sequence,
         checkpoint_activations=config.checkpoint_activations,
         packed=config.packing,

@@ -10,6 +10,7 @@ several, end to end. Shapes: B sequences, T positions.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,9 @@ import numpy as np
 
 from exo_train.backends.base import MicrobatchInput
 from exo_train.config import TrainConfig
-from exo_train.errors import ConfigError
 from exo_train.train.examples import Example
 from exo_train.train.packing import pack
+from exo_train.train.random_order import GROUPS, PACKS, permutation, plan_epoch
 
 PAD_MULTIPLE = 8  # few different widths, so that few kernels are compiled and memory is reused
 PAD_TOKEN = 0  # any valid id: pads are known by their position, never by their id
@@ -32,22 +33,43 @@ MICROBATCHES_PER_STAGE = 4
 POOL_BATCHES = 16
 MUCH_PADDING = 0.2  # from which share of the positions on it is said what helps
 
-# Separate random streams of one seed.
-_EPOCHS, _VALIDATION, _WEIGHTS, _GROUPS, _PACKS = range(5)
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
-    """One row or several end to end; `row_keys` are their places in the data set."""
+    """One row or several end to end; `row_keys` are their places in the data set.
+
+    Or with `is_pair` two that stay together: a chosen answer and the rejected one, each a sequence
+    of a microbatch.
+    """
 
     row_keys: tuple[int, ...]
     examples: tuple[Example, ...]
+    is_pair: bool = False
 
     @property
     def num_inputs(self) -> int:
-        """Count positions without padding; a row's last token is only a target."""
-        return sum(_num_inputs(example) for example in self.examples)
+        """Count positions without padding, of a pair those of its longer answer.
+
+        A row's last token is only a target.
+        """
+        counts = [_num_inputs(example) for example in self.examples]
+        return max(counts) if self.is_pair else sum(counts)
+
+    @property
+    def num_answers(self) -> int:
+        """Count the sequences of a microbatch that it makes."""
+        return len(self.examples) if self.is_pair else 1
+
+    def halves(self) -> tuple[TokenSequence, ...]:
+        """Give these sequences."""
+        if not self.is_pair:
+            return (self,)
+        return tuple(
+            TokenSequence(row_keys=(key,), examples=(example,))
+            for key, example in zip(self.row_keys, self.examples, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +91,22 @@ class StepBatch:
     @property
     def num_tokens(self) -> int:
         """Count positions computed, without padding."""
-        return sum(sequence.num_inputs for sequence in self.sequences)
+        return sum(_num_inputs(example) for example in self.examples)
 
     @property
     def num_supervised_tokens(self) -> int:
         return sum(example.num_supervised_tokens for example in self.examples)
 
+    @property
+    def num_losses(self) -> int:
+        """Count what the step's loss is a mean over: pairs, or supervised tokens."""
+        pairs = sum(sequence.is_pair for sequence in self.sequences)
+        return pairs or self.num_supervised_tokens
+
     def num_positions(self, *, microbatch_size: int, max_seq_length: int) -> int:
         """Count positions computed once the step is cut into microbatches, padding included."""
         return sum(
-            len(cut) * _width(cut, max_seq_length)
+            sum(sequence.num_answers for sequence in cut) * _width(cut, max_seq_length)
             for cut in _cuts(self, microbatch_size=microbatch_size)
         )
 
@@ -124,7 +152,8 @@ class BatchPlan:
     """All steps of a run with random access: a run resumes anywhere without replaying.
 
     `packed_length` is how many positions rows may share, 0: each row is a sequence. Rows are packed
-    once, epochs order the packs. `group_by_length` puts sequences of similar length together.
+    once, epochs order the packs. `group_by_length` puts sequences of similar length together. With
+    `has_pairs` two examples each belong together, and what is said of sequences is so of pairs.
     """
 
     examples: tuple[Example, ...]
@@ -132,6 +161,7 @@ class BatchPlan:
     seed: int
     packed_length: int = 0
     group_by_length: bool = False
+    has_pairs: bool = False
     _sequences: tuple[TokenSequence, ...] = field(init=False, repr=False, compare=False)
     _batches: Callable[[int], tuple[tuple[int, ...], ...]] = field(
         init=False, repr=False, compare=False
@@ -139,7 +169,12 @@ class BatchPlan:
     _first: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        rows = _sequences(self.examples, packed_length=self.packed_length, seed=self.seed)
+        rows = _sequences(
+            self.examples,
+            packed_length=self.packed_length,
+            seed=self.seed,
+            has_pairs=self.has_pairs,
+        )
         widths = tuple(sequence.num_inputs for sequence in rows)
         batches = functools.lru_cache(maxsize=2)(functools.partial(self._draw, widths))
         object.__setattr__(self, "_sequences", rows)
@@ -171,7 +206,8 @@ class BatchPlan:
             )
         if self.num_sequences < self.batch_size:
             notes.append(
-                f"{self.num_sequences} sequences are fewer than the batch size {self.batch_size}: "
+                f"{self.num_sequences} {'pairs' if self.has_pairs else 'sequences'} are fewer than "
+                f"the batch size {self.batch_size}: "
                 "each step trains on all of them"
             )
         return tuple(notes)
@@ -188,7 +224,8 @@ class BatchPlan:
         share = padded / positions
         said = f"an epoch computes {positions} positions for {tokens} tokens: {share:.0%} padding"
         if share > MUCH_PADDING and not (self.packed_length or self.group_by_length):
-            said += "; --packing or --group-by-length makes it less"
+            ways = "--group-by-length" if self.has_pairs else "--packing or --group-by-length"
+            said += f"; {ways} makes it less"
         return said
 
     def batch_for_step(self, step: int) -> StepBatch:
@@ -213,7 +250,7 @@ class BatchPlan:
             for pool in _chunks(order, POOL_BATCHES * self.batch_size)
             for batch in _chunks(sorted(pool, key=lambda n: -widths[n]), self.batch_size)
         ]
-        places = _permutation(len(batches), self.seed, epoch, _GROUPS)
+        places = permutation(len(batches), self.seed, epoch, GROUPS)
         return tuple(batches[place] for place in places)
 
 
@@ -225,56 +262,23 @@ def plan_batches(examples: tuple[Example, ...], config: TrainConfig) -> BatchPla
         seed=config.seed,
         packed_length=config.max_seq_length if config.packing else 0,
         group_by_length=config.group_by_length,
+        has_pairs=config.learnt.has_pairs,
     )
 
 
-@functools.lru_cache(maxsize=2)
-def plan_epoch(num_rows: int, *, seed: int, epoch: int) -> tuple[int, ...]:
-    """Give the order of one epoch, a permutation of `range(num_rows)`."""
-    return _permutation(num_rows, seed, epoch, _EPOCHS)
-
-
 def evaluation_batches(
-    examples: Sequence[Example], *, batch_size: int, packed_length: int = 0
+    examples: Sequence[Example],
+    *,
+    batch_size: int,
+    packed_length: int = 0,
+    has_pairs: bool = False,
 ) -> list[StepBatch]:
     """Cut validation examples in their order, or as packed; the last batch may be short."""
-    sequences = _sequences(examples, packed_length=packed_length, seed=0)
+    sequences = _sequences(examples, packed_length=packed_length, seed=0, has_pairs=has_pairs)
     return [
         StepBatch(step=index, epoch=0, sequences=part)
         for index, part in enumerate(_chunks(sequences, batch_size))
     ]
-
-
-def split_validation(
-    items: Sequence[Item], *, val_rows: int, seed: int
-) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """Take a fixed `val_rows` out of the training items; both parts keep the file's order.
-
-    Best given rows, before encoding: a row may become several examples, which belong together.
-    """
-    if val_rows >= len(items):
-        raise ConfigError(
-            f"{val_rows} rows held out of {len(items)} leave nothing to train on; hold out at most "
-            f"{len(items) - 1} ('val_rows' or 'val_split')"
-        )
-    chosen = set(_permutation(len(items), seed, 0, _VALIDATION)[:val_rows])
-    train = tuple(item for index, item in enumerate(items) if index not in chosen)
-    return train, tuple(items[index] for index in sorted(chosen))
-
-
-def repeat_items(
-    items: Sequence[Item], *, times: float, seed: int, source: int
-) -> tuple[Item, ...]:
-    """Give the items `times` times; the fraction is a fixed part of them, in their order.
-
-    `source` keeps equal files from having equal parts. At least one item is left.
-    """
-    whole = int(times)
-    num_more = round((times - whole) * len(items))
-    if items and not whole and not num_more:
-        num_more = 1
-    chosen = sorted(_permutation(len(items), seed, source, _WEIGHTS)[:num_more])
-    return tuple(items) * whole + tuple(items[index] for index in chosen)
 
 
 def choose_microbatch_size(batch_size: int, *, num_stages: int) -> int:
@@ -283,15 +287,20 @@ def choose_microbatch_size(batch_size: int, *, num_stages: int) -> int:
 
 
 def _sequences(
-    examples: Sequence[Example], *, packed_length: int, seed: int
+    examples: Sequence[Example], *, packed_length: int, seed: int, has_pairs: bool
 ) -> tuple[TokenSequence, ...]:
     """Make a sequence of each row, or pack rows into sequences of at most so many positions."""
-    packs: Iterable[tuple[int, ...]] = ((row,) for row in range(len(examples)))
+    rows = range(len(examples))
+    packs: Iterable[tuple[int, ...]] = ((row,) for row in rows)
+    if has_pairs:
+        packs = zip(rows[::2], rows[1::2], strict=True)
     if packed_length:
-        order = _permutation(len(examples), seed, 0, _PACKS)
+        order = permutation(len(examples), seed, 0, PACKS)
         packs = pack([_num_inputs(e) for e in examples], order, room=packed_length)
     return tuple(
-        TokenSequence(row_keys=keys, examples=tuple(examples[key] for key in keys))
+        TokenSequence(
+            row_keys=keys, examples=tuple(examples[key] for key in keys), is_pair=has_pairs
+        )
         for keys in packs
     )
 
@@ -316,6 +325,8 @@ def split_microbatches(
 
 
 def _microbatch(index: int, cut: Sequence[TokenSequence], max_seq_length: int) -> Microbatch:
+    # Of pairs all chosen answers first.
+    cut = list(itertools.chain(*zip(*(sequence.halves() for sequence in cut), strict=True)))
     shape = (len(cut), _width(cut, max_seq_length))
     tokens_BT = np.full(shape, PAD_TOKEN, np.int32)
     targets_BT = np.full(shape, PAD_TOKEN, np.int32)
@@ -359,13 +370,3 @@ def _width(cut: Iterable[TokenSequence], max_seq_length: int) -> int:
 
 def _num_inputs(example: Example) -> int:
     return len(example.tokens) - 1
-
-
-def _permutation(num_items: int, *entropy: int) -> tuple[int, ...]:
-    """Shuffle by sorting raw PCG64 words.
-
-    NumPy keeps a bit generator's stream the same in all versions, but not `Generator.permutation`
-    (NEP 19); a run must be able to resume after an upgrade.
-    """
-    words = np.random.PCG64(entropy).random_raw(num_items)
-    return tuple(np.argsort(words, kind="stable").tolist())

@@ -59,6 +59,7 @@ class Beginning:
     lr_schedule: str
     learning_rate: RateCurve
     packing: bool
+    objective: str
     adapter: str
     rank: int
     alpha: float
@@ -104,8 +105,8 @@ def beginning_of(
         num_layers=spec.num_layers,
         data=config.data,
         run_dir=run_dir,
-        rows=len(examples),
-        held_out_rows=len(data.held_out),
+        rows=len(examples) // config.learnt.answers_per_row,
+        held_out_rows=len(data.held_out) // config.learnt.answers_per_row,
         tokens=sum(len(example.tokens) for example in examples),
         supervised_tokens=sum(example.num_supervised_tokens for example in examples),
         max_seq_length=config.max_seq_length,
@@ -116,6 +117,7 @@ def beginning_of(
         lr_schedule=config.lr_schedule,
         learning_rate=RateCurve.of(rates),
         packing=config.packing,
+        objective=config.objective,
         adapter=adapter_sentence(spec, config.lora) + _without_copies(config),
         rank=0 if config.full else config.rank,
         alpha=0.0 if config.full else config.alpha,

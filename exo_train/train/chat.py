@@ -15,8 +15,9 @@ from exo_train.errors import DataError
 from exo_train.models.tokenizer import adds_bos
 from exo_train.train.examples import LEARNT_MARKS, Example, marked_sample, stretches
 from exo_train.train.lengths import fit_lengths
+from exo_train.train.pair_lengths import fit_pairs
 from exo_train.train.rendering import Renderer, with_system_role
-from exo_train.train.rows import ChatRow, CompletionRow, Message, Row, TextRow
+from exo_train.train.rows import ChatRow, CompletionRow, Message, PairRow, Row, TextRow
 from exo_train.train.templates import fitting_templates
 
 if TYPE_CHECKING:
@@ -45,16 +46,21 @@ def encode_rows(
     vocab_size: int,
     encoding: EncodingConfig = EncodingConfig(),  # noqa: B008 - frozen
 ) -> EncodedRows:
-    """Encode all rows and fit them into `max_seq_length` tokens; raises DataError."""
+    """Encode all rows and fit them into `max_seq_length` tokens; raises DataError.
+
+    Of pairs, which do not come with other rows, two examples follow each other: chosen, rejected.
+    """
     encoder = RowEncoder(tokenizer, encoding)
     encoder.check_template(rows)
     whole = [example for row in rows for example in encoder.encode(row)]
-    fitted = fit_lengths(whole, max_seq_length=max_seq_length, on_long=encoding.on_long)
+    are_pairs = any(isinstance(row, PairRow) for row in rows)
+    fit = fit_pairs if are_pairs else fit_lengths
+    fitted = fit(whole, max_seq_length=max_seq_length, on_long=encoding.on_long)
     check_vocabulary(fitted.examples, tokenizer, vocab_size=vocab_size)
     if not fitted.examples:
         raise _nothing_to_learn(whole, tokenizer, max_seq_length)
     notes = []
-    if len(whole) > len(rows):
+    if len(whole) > len(rows) and not are_pairs:
         notes.append(
             f"{len(rows)} rows became {len(whole)} sequences, because the chat template writes "
             "earlier answers differently from the last one"
@@ -156,7 +162,7 @@ class RowEncoder:
         if self._tokenizer.chat_template:
             return
         for row in rows:
-            if isinstance(row, ChatRow):
+            if _chats(row):
                 fitting = ", ".join(fitting_templates(self._tokenizer))
                 known = f" (this tokenizer can do {fitting})" if fitting else ""
                 raise DataError(
@@ -166,16 +172,37 @@ class RowEncoder:
                 )
 
     def encode(self, row: Row) -> tuple[Example, ...]:
-        """Give one example, or one per answer where a template rewrites earlier turns."""
+        """Give one example, or one per answer where a template rewrites earlier turns.
+
+        Of a pair two: the chosen answer with its prompt, then the rejected one.
+        """
+        self._num_with_system += any(m.role == "system" for c in _chats(row) for m in c.messages)
+        return self._encode(row)
+
+    def _encode(self, row: Row) -> tuple[Example, ...]:
         match row:
             case ChatRow():
-                self._num_with_system += any(m.role == "system" for m in row.messages)
                 return self._encode_chat(self.renderer.prepared(row))
             case CompletionRow(where=where, prompt=prompt, completion=completion):
                 tokens, start = self._continue(prompt, prompt + completion, where=where)
                 return (self._ended(tokens, start, where=where),)
             case TextRow(where=where, text=text):
                 return (self._ended(self.tokens(text), 0, where=where),)
+            case PairRow(chosen=chosen, rejected=rejected):
+                return self._pair(self._encode(chosen), self._encode(rejected))
+
+    def _pair(
+        self, chosen: tuple[Example, ...], rejected: tuple[Example, ...]
+    ) -> tuple[Example, Example]:
+        where = chosen[0].where
+        if len(chosen) > 1 or len(rejected) > 1:
+            raise DataError(
+                f"{where}: the chat template writes earlier answers differently from the last one; "
+                "let each answer of the pair be one message, or use --train-turns last"
+            )
+        if chosen[0].tokens == rejected[0].tokens:
+            raise DataError(f"{where}: 'chosen' and 'rejected' are the same tokens")
+        return chosen[0], rejected[0]
 
     def tokens(self, text: str) -> list[int]:
         """Tokenise a sequence from its beginning: one BOS if the model has one, never two."""
@@ -285,6 +312,12 @@ class RowEncoder:
         start = max(start, 1)
         supervised = (False,) * start + (True,) * (len(ids) - start)
         return Example(tokens=tuple(ids), supervised=supervised[: len(ids)], where=where)
+
+
+def _chats(row: Row) -> tuple[ChatRow, ...]:
+    """Give the conversations of a row."""
+    halves = (row.chosen, row.rejected) if isinstance(row, PairRow) else (row,)
+    return tuple(half for half in halves if isinstance(half, ChatRow))
 
 
 def check_vocabulary(

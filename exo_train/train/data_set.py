@@ -110,13 +110,19 @@ class DataSet:
         return sum(row_digest(row) in seen for row in self.valid_rows)
 
 
-def read_data(text: str, *, columns: Sequence[str] = (), on_bad_row: str = "error") -> DataSet:
-    """Read all rows for a run.
+def read_data(
+    text: str,
+    *,
+    columns: Sequence[str] = (),
+    on_bad_row: str = "error",
+    objective: str = "sft",
+) -> DataSet:
+    """Read all rows for a run that learns `objective` of them.
 
     Raises DataError naming the first bad row, unless these are dropped; and where a file has no
     usable row at all.
     """
-    found = inspect_data(text, columns=columns, with_test=False)
+    found = inspect_data(text, columns=columns, with_test=False, objective=objective)
     used = (*found.train, *found.valid)
     refused = [row for file in used for row in file.bad if not row.is_empty]
     if refused and on_bad_row == "error":
@@ -128,8 +134,13 @@ def read_data(text: str, *, columns: Sequence[str] = (), on_bad_row: str = "erro
     return replace(found, notes=(*found.notes, *_notes(found)))
 
 
-def inspect_data(text: str, *, columns: Sequence[str] = (), with_test: bool = True) -> DataSet:
-    """Read all rows, good and bad; raises DataError only for what cannot be read at all."""
+def inspect_data(
+    text: str, *, columns: Sequence[str] = (), with_test: bool = True, objective: str = ""
+) -> DataSet:
+    """Read all rows, good and bad; raises DataError only for what cannot be read at all.
+
+    With an `objective` those are bad, too, that it cannot learn.
+    """
     wanted = Columns.read(columns)
     seen_columns: set[str] = set()
     splits: dict[str, list[RowFile]] = {"train": [], "valid": [], "test": []}
@@ -139,7 +150,7 @@ def inspect_data(text: str, *, columns: Sequence[str] = (), with_test: bool = Tr
             if split == "test" and not with_test:
                 notes.append(f"{place} is left alone: training needs no test rows")
                 continue
-            file = _check(place, records, wanted, seen_columns)
+            file = _check(place, records, wanted, seen_columns, objective)
             if split == "train":
                 file = replace(file, weight=source.weight)
             elif not file.num_found:
@@ -168,7 +179,11 @@ def _records(source: Source) -> Iterator[tuple[str, str, Iterator[Record]]]:
 
 
 def _check(
-    place: str, records: Iterator[Record], columns: Columns, seen_columns: set[str]
+    place: str,
+    records: Iterator[Record],
+    columns: Columns,
+    seen_columns: set[str],
+    objective: str,
 ) -> RowFile:
     rows: list[Row] = []
     bad: list[BadRow] = []
@@ -178,7 +193,8 @@ def _check(
         try:
             if record.problem:
                 raise DataError(record.problem)
-            row = read_row(record.value, where=f"{place}, {record.place}", columns=columns)
+            where = f"{place}, {record.place}"
+            row = read_row(record.value, where=where, columns=columns, objective=objective)
         except DataError as error:
             bad.append(_bad(place, record, str(error)))
             continue

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from exo_train.backends.base import MicrobatchInput, Stage
+from exo_train.backends.preference import PairSums
 from exo_train.plan.schedule import build_schedule
 from exo_train.train.blame import Watch
 from exo_train.train.tied import TiedMatrix, share_gradient
@@ -21,6 +22,8 @@ from exo_train.wire.tensor import HostTensor
 # Evaluations after step k share k's number; their microbatches count from here, so that a tag
 # never means two tensors.
 EVALUATION_MICROBATCH_BASE = 1 << 20
+# What goes up for the reference, before a microbatch's own activation, counts from here on top.
+REFERENCE_MICROBATCH_BASE = 1 << 21
 
 Result = TypeVar("Result")
 
@@ -47,6 +50,7 @@ class StepOutcome:
     sent_bytes: int
     period_s: float = 0.0
     trouble: str = ""
+    pair_sums: PairSums = PairSums()  # noqa: RUF009 - frozen
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +65,7 @@ class StageExecutor:
     below: Link | None
     above: Link | None
     tied: TiedMatrix | None = None  # that the first and the last rank train, both
+    has_reference: bool = False  # each microbatch goes up for the base alone first
     capture: bool = False
     on_phase: OnPhase = lambda phase, limit_s=0.0: None
     check: Callable[[], None] = lambda: None  # between microbatches: raises when all should stop
@@ -114,6 +119,7 @@ class StageExecutor:
             sent_bytes=self._sent_bytes() - sent_before,
             period_s=_mean_interval_s(backwards_ended_s),
             trouble=self._watch.trouble,
+            pair_sums=self.stage.take_pair_sums(),
         )
 
     def run_evaluation(self, step: int, inputs: Sequence[MicrobatchInput]) -> StepOutcome:
@@ -125,6 +131,7 @@ class StageExecutor:
         for microbatch in inputs:
             self.check()
             tag = Tag(step, EVALUATION_MICROBATCH_BASE + microbatch.index)
+            self._refer(microbatch, tag)
             given = self._with_hidden(microbatch, tag)
             output = self._timed(self.stage.evaluate, given)
             self._timed(self._watch.after_evaluation, given, output)
@@ -141,10 +148,24 @@ class StageExecutor:
             step_s=self.clock_s() - started_s,
             sent_bytes=self._sent_bytes() - sent_before,
             trouble=self._watch.trouble,
+            pair_sums=self.stage.take_pair_sums(),
         )
+
+    def _refer(self, microbatch: MicrobatchInput, own: Tag) -> None:
+        """Send a microbatch, whose own tag is `own`, through the base alone where that is asked."""
+        if not self.has_reference:
+            return
+        tag = Tag(own.step, REFERENCE_MICROBATCH_BASE + own.microbatch)
+        given = self._with_hidden(microbatch, tag)
+        output = self._timed(self.stage.refer, given)
+        if self.above is not None:
+            assert output is not None
+            self._timed(self._watch.after_evaluation, given, output)
+            self.above.send(tag, output)
 
     def _forward(self, step: int, microbatch: MicrobatchInput) -> None:
         tag = Tag(step, microbatch.index)
+        self._refer(microbatch, tag)
         given = self._with_hidden(microbatch, tag)
         output = self._timed(self.stage.forward, given)
         self._timed(self._watch.after_forward, given, output)

@@ -191,13 +191,12 @@ class Trainer:
         scale = self.progress.totals.loss_scale.value if needs_scaling(plan) else 1.0
         batch = self._data.batches.batch_for_step(step - 1)
         microbatches = self._microbatches(batch)
-        supervised = batch.num_supervised_tokens
         try:
             reports = self._ring.run_step(
                 step,
                 microbatches,
-                # Normalised once, by the tokens of the whole step: never a mean of means.
-                loss_scale=scale / supervised,
+                # Normalised once, by the tokens or pairs of the whole step: never a mean of means.
+                loss_scale=scale / batch.num_losses,
                 timeout_s=config.step_timeout_s,
                 # One that ends soon is waited for; one that takes longer than usual may never end.
                 may_stop=lambda: (
@@ -206,7 +205,7 @@ class Trainer:
             )
         except InterruptedRunError:
             self._stop_within(f"step {step} of {self._num_steps}, which is dropped")
-        numbers = StepNumbers.of(reports, supervised, scale, config.max_grad_norm)
+        numbers = StepNumbers.of(reports, batch.num_losses, scale, config.max_grad_norm)
         learning_rate = self._schedule.rate(step - 1)
         self._shadowing.before_commit(self._ring, step_s=self._step_s)
         self._ring.commit(
@@ -228,7 +227,7 @@ class Trainer:
             lr=learning_rate,
             grad_norm=numbers.grad_norm,
             tokens=batch.num_tokens,
-            supervised_tokens=supervised,
+            supervised_tokens=batch.num_supervised_tokens,
             positions=sum(microbatch.tokens_BT.size for microbatch in microbatches),
             step_s=self._step_s,
         )
@@ -291,12 +290,12 @@ class Trainer:
     def _evaluate(self) -> None:
         step = self.progress.step
         try:
-            loss = held_out_loss(self._ring, self._data.held_out, step=step, config=self._config)
+            found = held_out_loss(self._ring, self._data.held_out, step=step, config=self._config)
         except InterruptedRunError:
             self._stop_within(f"the held-out loss after step {step} of {self._num_steps}")
-        self.progress.held_out_losses.append((step, loss))
-        self._watcher.on_evaluation(step, loss)
-        if step == 0 and not math.isfinite(loss):
+        self.progress.held_out_losses.append((step, found.loss))
+        self._watcher.on_evaluation(step, found.loss, found.pairs)
+        if step == 0 and not math.isfinite(found.loss):
             raise NumericsError(
                 "the held-out loss is not finite before any training: the model's files are "
                 "damaged, or --dtype cannot hold its numbers; try --dtype fp32"

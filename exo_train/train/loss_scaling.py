@@ -69,12 +69,15 @@ class StepNumbers:
     def of(
         cls,
         reports: Sequence[pb.StepReport],
-        supervised_tokens: int,
+        num_losses: int,
         scale: float,
         max_grad_norm: float,
     ) -> StepNumbers:
-        """Read the ranks' reports of a step whose gradients are of `scale` times the mean loss."""
-        loss = reports[-1].loss_sum / supervised_tokens
+        """Read the ranks' reports of a step whose gradients are of `scale` times the mean loss.
+
+        That is a mean over `num_losses` supervised tokens or pairs.
+        """
+        loss = reports[-1].loss_sum / num_losses
         grad_norm = math.sqrt(math.fsum(report.grad_square_sum for report in reports)) / scale
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         return cls(

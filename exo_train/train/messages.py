@@ -5,6 +5,7 @@ Owns the mapping between control.proto and Python. Must not send anything.
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import itertools
 import math
@@ -19,6 +20,7 @@ from exo_train.errors import ExoTrainError, ProtocolError, error_class
 from exo_train.peer import Address, has_control_characters
 from exo_train.plan.history import StepId
 from exo_train.train.batches import Microbatch
+from exo_train.train.executor import StepOutcome
 from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb import pairing_pb2
 
@@ -89,7 +91,7 @@ def to_microbatch_data(
 
 
 def from_microbatch_data(
-    index: int, data: pb.MicrobatchData, *, vocab_size: int
+    index: int, data: pb.MicrobatchData, *, vocab_size: int, has_pairs: bool = False
 ) -> MicrobatchInput:
     shape = (data.num_sequences, data.num_positions)
     num_rows = len(data.row_starts) or data.num_sequences
@@ -103,6 +105,8 @@ def from_microbatch_data(
     mask_BT = None
     if data.mask:
         mask_BT = _array(data.mask, shape, np.dtype(np.uint8), f"mask {index}") != 0
+    if has_pairs:
+        _check_pairs(shape, row_starts, mask_BT, f"microbatch {index}")
     return MicrobatchInput(
         index=index,
         tokens_BT=_ids(data.tokens, shape, vocab_size, f"tokens {index}"),
@@ -112,6 +116,16 @@ def from_microbatch_data(
         row_starts=row_starts,
         row_lengths=lengths,
     )
+
+
+def _check_pairs(
+    shape: tuple[int, int], row_starts: tuple[int, ...], mask_BT: np.ndarray | None, what: str
+) -> None:
+    """Check that rows are chosen and rejected answers, each with something to judge it by."""
+    if shape[0] % 2 or row_starts:
+        raise ProtocolError(f"{what}: its rows {shape} are no pairs")
+    if mask_BT is not None and not mask_BT.any(axis=1).all():
+        raise ProtocolError(f"{what}: an answer of a pair has no supervised position")
 
 
 def _row_starts(given: Sequence[int], shape: tuple[int, int], what: str) -> tuple[int, ...]:
@@ -202,3 +216,20 @@ def _array(raw: bytes, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) 
     if len(raw) != expected:
         raise ProtocolError(f"{what}: shape {shape} needs {expected} bytes, got {len(raw)}")
     return np.frombuffer(raw, dtype=dtype).reshape(shape)
+
+
+def to_step_report(request: pb.StepInput, outcome: StepOutcome, peak_bytes: int) -> pb.StepReport:
+    sums = outcome.pair_sums
+    return pb.StepReport(
+        step=request.step,
+        evaluation=request.evaluation,
+        loss_sum=outcome.loss_sum,
+        grad_square_sum=outcome.grad_square_sum,
+        busy_s=outcome.busy_s,
+        step_s=outcome.step_s,
+        sent_bytes=outcome.sent_bytes,
+        peak_memory_bytes=peak_bytes,
+        period_s=outcome.period_s,
+        trouble=outcome.trouble,
+        pairs=pb.PairSums(**dataclasses.asdict(sums)) if sums.num_pairs else None,
+    )

@@ -11,6 +11,10 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from exo_train.backends.preference import PairSums
+from exo_train.objective_config import ObjectiveConfig
+from exo_train.wire.pb import control_pb2 as pb
+
 WINDOW_STEPS = 20
 
 
@@ -24,6 +28,42 @@ class RankMetrics:
     bubble_fraction: float
     sent_bytes: int
     peak_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairMetrics:
+    """What preference pairs came to, each a mean over all of them; names are TRL's.
+
+    A reward is beta times the log-probability of an answer over the base's (dpo), or times its mean
+    log-probability a token (orpo); `reward_accuracy` is the share of pairs whose chosen answer has
+    the larger one. The last two are orpo's: nats a token, and the log of the odds ratio.
+    """
+
+    rewards_chosen: float
+    rewards_rejected: float
+    reward_margin: float
+    reward_accuracy: float
+    nll_loss: float | None = None
+    log_odds_chosen: float | None = None
+
+    @classmethod
+    def of(cls, sums: PairSums | pb.PairSums, objective: ObjectiveConfig) -> PairMetrics | None:
+        """Give the means; None where nothing was counted."""
+        count = sums.num_pairs
+        if not count:
+            return None
+        is_orpo = objective.name == "orpo"
+        return cls(
+            rewards_chosen=sums.chosen / count,
+            rewards_rejected=sums.rejected / count,
+            reward_margin=(sums.chosen - sums.rejected) / count,
+            reward_accuracy=sums.num_right / count,
+            nll_loss=sums.nll / count if is_orpo else None,
+            log_odds_chosen=sums.log_odds / count if is_orpo else None,
+        )
+
+    def to_dict(self) -> dict[str, float]:
+        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +87,15 @@ class StepMetrics:
     period_s: float
     generation: int
     ranks: tuple[RankMetrics, ...] = ()
+    pairs: PairMetrics | None = None  # its fields are among the line's own
 
     def to_dict(self) -> dict[str, Any]:
         """Give plain values; a number that JSON cannot hold (NaN, infinity) becomes null."""
         plain = dataclasses.asdict(self)
+        del plain["pairs"]
         ranks = [finite_or_none(rank) for rank in plain.pop("ranks")]
-        return finite_or_none(plain) | {"ranks": ranks}
+        pairs = self.pairs.to_dict() if self.pairs else {}
+        return finite_or_none(plain | pairs) | {"ranks": ranks}
 
 
 def finite_or_none(plain: dict[str, Any]) -> dict[str, Any]:

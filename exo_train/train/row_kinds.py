@@ -12,6 +12,7 @@ from typing import Any
 
 from exo_train.errors import ConfigError, DataError
 from exo_train.options import nearest
+from exo_train.train.pair_rows import ANSWERS, read_pair
 from exo_train.train.row_messages import (
     read_messages,
     read_text,
@@ -19,13 +20,14 @@ from exo_train.train.row_messages import (
     refuse_old_keys,
     shown,
 )
-from exo_train.train.rows import ChatRow, CompletionRow, Message, Row, TextRow
+from exo_train.train.rows import ChatRow, CompletionRow, Message, PairRow, Row, TextRow
 
 MAX_LISTED = 8  # names listed in one message
 
 # A row's kind is the first of which it has all keys. Published sets often carry an extra 'prompt'
 # or 'text' beside 'messages': the richest kind comes first.
 KINDS: tuple[tuple[str, ...], ...] = (
+    ANSWERS,
     ("messages",),
     ("conversations",),
     ("prompt", "completion"),
@@ -74,14 +76,19 @@ class Columns:
 NO_COLUMNS = Columns(sources={})
 
 
-def read_row(value: Any, *, where: str, columns: Columns = NO_COLUMNS) -> Row:
-    """Recognise one row."""
+def read_row(value: Any, *, where: str, columns: Columns = NO_COLUMNS, objective: str = "") -> Row:
+    """Recognise one row; one that `objective` cannot learn is refused, with "" none is."""
     if not isinstance(value, dict):
         raise DataError(f"a row must be a JSON object, got {shown(value)}")
     row, mapped = columns.mapped(value)
     refuse_old_keys(row)
     _refuse_row_weights(row)
-    match _kind(row, mapped):
+    kind = _kind(row, mapped, pairs_last=objective == "sft")
+    if objective and kind:
+        _check_kind(kind, objective)
+    match kind:
+        case ("chosen", "rejected"):
+            return read_pair(row, where=where)
         case ("messages" | "conversations") as key, *_:
             return _chat(row, read_messages(row[key], key, system=row.get("system")), where, key)
         case ("prompt", "completion"):
@@ -114,11 +121,30 @@ def nothing_to_learn(row: Row) -> str:
             return "" if completion.strip() else "empty 'completion'"
         case TextRow(text=text):
             return "" if text.strip() else "empty 'text'"
+        case PairRow():
+            return ""  # refused when it was read
 
 
-def _kind(row: Mapping[str, Any], mapped: Iterable[str]) -> tuple[str, ...]:
+def _check_kind(kind: tuple[str, ...], objective: str) -> None:
+    is_pair = kind == ANSWERS
+    if is_pair and objective == "sft":
+        raise DataError(
+            "the row is a preference pair ('chosen' and 'rejected'), which sft cannot learn; use "
+            "--objective dpo or orpo, or write the answer to learn as 'messages' or 'completion'"
+        )
+    if not is_pair and objective != "sft":
+        raise DataError(
+            f"--objective {objective} learns from preference pairs, and the row has no 'chosen' "
+            f"and 'rejected', but {' and '.join(map(repr, kind))}; use --objective sft for it"
+        )
+
+
+def _kind(row: Mapping[str, Any], mapped: Iterable[str], *, pairs_last: bool) -> tuple[str, ...]:
     """Choose the kind: of mapped columns first, and null counts as absent where it can."""
-    kinds = sorted(KINDS, key=lambda kind: not any(key in kind for key in mapped))
+    kinds = sorted(
+        KINDS,
+        key=lambda kind: (not any(key in kind for key in mapped), pairs_last and kind == ANSWERS),
+    )
     filled = {key for key, value in row.items() if value is not None}
     for keys in (filled, row.keys()):
         for kind in kinds:
@@ -164,11 +190,14 @@ def _refuse_row_weights(row: Mapping[str, Any]) -> None:
 
 
 def _unknown(row: Mapping[str, Any]) -> str:
+    for here, other in (ANSWERS, ANSWERS[::-1]):
+        if here in row:
+            return f"a preference pair needs '{other}' beside '{here}'"
     keys = [str(key) for key in row][:MAX_LISTED]
     hints = [hint for key in keys if (hint := nearest(key, ROW_KEYS)) and key not in ROW_KEYS]
     return (
-        "a row needs 'messages', 'prompt' and 'completion', 'instruction' and 'output', or "
-        f"'text'; its keys are {', '.join(repr(key) for key in keys) or 'none'}"
+        "a row needs 'messages', 'prompt' and 'completion', 'instruction' and 'output', 'text', or "
+        f"'chosen' and 'rejected'; its keys are {', '.join(repr(key) for key in keys) or 'none'}"
         + (hints[0] if hints else "")
         + ("" if hints or not keys else "; --columns names others, such as prompt=question")
     )

@@ -59,7 +59,23 @@ class TextRow:
         return "text"
 
 
-Row = ChatRow | CompletionRow | TextRow
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRow:
+    """Two answers to one prompt, of which `chosen` is the better one.
+
+    Of a chat what follows the common prompt is learnt.
+    """
+
+    chosen: ChatRow | CompletionRow
+    rejected: ChatRow | CompletionRow
+    form: str
+
+    @property
+    def where(self) -> str:
+        return self.chosen.where
+
+
+Row = ChatRow | CompletionRow | TextRow | PairRow
 
 
 def row_digest(row: Row) -> bytes:
@@ -71,6 +87,8 @@ def row_digest(row: Row) -> bytes:
             content = [prompt, completion]
         case TextRow(text=text):
             content = [text]
+        case PairRow(chosen=chosen, rejected=rejected):
+            content = [row_digest(half).hex() for half in (chosen, rejected)]
     # `more` may hold what JSON has no word for, such as a date of a parquet file.
     said = json.dumps([type(row).__name__, *content], sort_keys=True, default=str)
     return hashlib.blake2b(said.encode("ascii"), digest_size=16).digest()

@@ -52,7 +52,7 @@ class StageRecipe:
                 checkpoint_activations=plan.checkpoint_activations,
                 adapter_init=plan.adapter_init,
                 neftune_alpha=plan.neftune_alpha,
-                label_smoothing=plan.label_smoothing,
+                objective=plan.objective,
                 quantize=plan.quantize,
                 base_weights=mine.base_weights,
             ),
@@ -77,7 +77,8 @@ def load_planned_stage(
 
 def link_limits(plan: Plan) -> LinkLimits:
     """Give the caps of every link of the plan: nothing that goes over it is larger than this."""
-    num_values = plan.microbatch_size * plan.max_seq_length * plan.hidden_size
+    num_sequences = plan.objective.answers_per_row * plan.microbatch_size
+    num_values = num_sequences * plan.max_seq_length * plan.hidden_size
     boundary_bytes = num_values * CONFIG_DTYPES[plan.wire_dtype].num_bytes
     # A row of a matrix that is wider than a chunk goes alone.
     chunk_bytes = max(CHUNK_BYTES, FLOAT_BYTES * plan.hidden_size) if plan.lora.full else 0

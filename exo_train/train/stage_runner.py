@@ -18,7 +18,7 @@ from exo_train.models.manifest import ModelManifest
 from exo_train.peer import NodeId
 from exo_train.plan.history import StepId, shadow_holder
 from exo_train.plan.plan import Plan
-from exo_train.train.executor import OnPhase, StageExecutor, StepOutcome
+from exo_train.train.executor import OnPhase, StageExecutor
 from exo_train.train.messages import (
     StateAssembler,
     from_endpoints,
@@ -28,6 +28,7 @@ from exo_train.train.messages import (
     to_failure,
     to_state_arrays,
     to_step_id,
+    to_step_report,
 )
 from exo_train.train.snapshots import MetricsTail, Snapshot, SnapshotStore
 from exo_train.train.stage_loading import LINK_TIMEOUT_S, LOAD_TIMEOUT_S, StageRecipe
@@ -191,6 +192,7 @@ class StageRunner:
             below=below,
             above=above,
             tied=tied_matrix(manifest.spec, plan.lora, len(plan.ranks)),
+            has_reference=plan.objective.has_reference,
             capture=load.capture_boundaries,
             on_phase=self._on_phase,
             check=functools.partial(self._surroundings.check, plan),
@@ -262,8 +264,9 @@ class StageRunner:
             raise ProtocolError(
                 f"step {request.step} has more than {MAX_MICROBATCHES} microbatches"
             )
+        pairs = self._plan_in_use().objective.has_pairs
         self._inputs += [
-            from_microbatch_data(first + index, data, vocab_size=self._vocab_size)
+            from_microbatch_data(first + index, data, vocab_size=self._vocab_size, has_pairs=pairs)
             for index, data in enumerate(request.microbatches)
         ]
         if request.more:
@@ -279,7 +282,7 @@ class StageRunner:
                 )
             outcome = executor.run_step(request.step, inputs, loss_scale=request.loss_scale)
             self._pending_step = request.step
-        self._send(step_report=_report(request, outcome, executor.stage.peak_memory_bytes()))
+        self._send(step_report=to_step_report(request, outcome, executor.stage.peak_memory_bytes()))
         self._on_phase(f"step {request.step}: waiting for the commit")
 
     def _commit(self, commit: pb.Commit) -> None:
@@ -382,18 +385,3 @@ class StageRunner:
                 **body,  # type: ignore[arg-type]
             )
         )
-
-
-def _report(request: pb.StepInput, outcome: StepOutcome, peak_bytes: int) -> pb.StepReport:
-    return pb.StepReport(
-        step=request.step,
-        evaluation=request.evaluation,
-        loss_sum=outcome.loss_sum,
-        grad_square_sum=outcome.grad_square_sum,
-        busy_s=outcome.busy_s,
-        step_s=outcome.step_s,
-        sent_bytes=outcome.sent_bytes,
-        peak_memory_bytes=peak_bytes,
-        period_s=outcome.period_s,
-        trouble=outcome.trouble,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from exo_train.plan.plan import Plan
-from exo_train.train.metrics import RankMetrics, StepMetrics
+from exo_train.train.metrics import PairMetrics, RankMetrics, StepMetrics
 from exo_train.wire.pb import control_pb2 as pb
 
 
@@ -48,4 +48,5 @@ def step_metrics(
             )
             for rank, report in zip(plan.ranks, reports, strict=True)
         ),
+        pairs=PairMetrics.of(reports[-1].pairs, plan.objective),
     )

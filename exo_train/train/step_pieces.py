@@ -36,4 +36,6 @@ def checked_report(name: str, report: pb.StepReport, step: int) -> pb.StepReport
     for time_s in (report.busy_s, report.step_s, report.period_s):
         if not 0 <= time_s < math.inf:
             raise ProtocolError(f"{name} reported a time of {time_s} s")
+    if report.pairs.num_right > report.pairs.num_pairs:
+        raise ProtocolError(f"{name} reported more good pairs than pairs")
     return report

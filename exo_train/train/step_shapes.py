@@ -17,7 +17,10 @@ MAX_LOOKED_AT_STEPS = 200  # spread over the first epoch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """A step: `mean_width` decides its time, `longest` (of any sequence) its memory."""
+    """A step: `mean_width` decides its time, `longest` (of any sequence) its memory.
+
+    Of pairs there are `num_sequences`, and `mean_width` is that of both answers together.
+    """
 
     num_sequences: int
     mean_width: float
@@ -36,7 +39,7 @@ def full_steps(config: TrainConfig) -> StepShapes:
     """Give steps of full length: nothing is known of the data."""
     shape = StepShape(
         num_sequences=config.batch_size,
-        mean_width=float(config.max_seq_length),
+        mean_width=float(config.learnt.answers_per_row * config.max_seq_length),
         longest=config.max_seq_length,
     )
     return lambda microbatch_size: shape
@@ -49,7 +52,7 @@ def steps_of(batches: BatchPlan, config: TrainConfig) -> StepShapes:
     steps = [batches.batch_for_step(step) for step in range(0, count, stride)]
     num_sequences = min(config.batch_size, batches.num_sequences)
     alone = StepBatch(step=0, epoch=0, sequences=(batches.longest,))
-    longest_width = _positions(alone, 1, config)
+    longest_width = _positions(alone, 1, config) // config.learnt.answers_per_row
 
     @functools.cache  # asked again and again, and each time all these steps are cut
     def shape(microbatch_size: int) -> StepShape:

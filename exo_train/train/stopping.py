@@ -44,7 +44,7 @@ def check_early_stop(config: TrainConfig, *, num_held_out: int) -> None:
 class Stopping:
     """`patience` in evaluations without a better loss, 0: none; `loss_factor` 0: any loss will do.
 
-    `chance_loss` is what a guess among all tokens alike costs, in nats.
+    `chance_loss` is what a mere guess costs, in nats: among all tokens, or with dpo of two answers.
     """
 
     patience: int
@@ -56,7 +56,7 @@ class Stopping:
         return cls(
             patience=config.early_stop,
             loss_factor=config.stop_loss,
-            chance_loss=math.log(vocab_size),
+            chance_loss=math.log(2 if config.objective == "dpo" else vocab_size),
         )
 
     def has_stalled(self, held_out: Curve) -> bool:
@@ -100,7 +100,7 @@ class Stopping:
         raise NumericsError(
             f"step {metrics.step}: loss {metrics.loss:.4g}, learning rate {metrics.lr:.3g}, "
             f"gradient norm {metrics.grad_norm:.3g}; the loss was above {limit:.4g} in "
-            f"{RUNAWAY_STEPS} steps in a row (step {first[0]}: {first[1]:.4g}, a guess among all "
-            f"tokens: {self.chance_loss:.4g}); start a new run with a lower --learning-rate or a "
+            f"{RUNAWAY_STEPS} steps in a row (step {first[0]}: {first[1]:.4g}, a mere guess: "
+            f"{self.chance_loss:.4g}); start a new run with a lower --learning-rate or a "
             f"longer warm-up, or train on whatever comes with --stop-loss 0"
         )

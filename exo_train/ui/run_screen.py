@@ -19,7 +19,7 @@ from rich.text import Text
 
 from exo_train.plan.plan import Plan
 from exo_train.train.beginning import Beginning
-from exo_train.train.metrics import StepMetrics, finite_or_none
+from exo_train.train.metrics import PairMetrics, StepMetrics, finite_or_none
 from exo_train.ui.header import header_lines
 
 OVERALL_BAR_CELLS = 60
@@ -37,7 +37,7 @@ class RunScreen(Protocol):
 
     def step(self, metrics: StepMetrics, remaining_s: float | None) -> None: ...
 
-    def evaluation(self, step: int, loss: float) -> None: ...
+    def evaluation(self, step: int, loss: float, pairs: PairMetrics | None = None) -> None: ...
 
     def close(self) -> None: ...
 
@@ -60,8 +60,9 @@ class JsonScreen:
     def step(self, metrics: StepMetrics, remaining_s: float | None) -> None:
         self._line("step", {**metrics.to_dict(), "remaining_s": remaining_s})
 
-    def evaluation(self, step: int, loss: float) -> None:
-        self._line("evaluation", {"step": step, "loss": loss})
+    def evaluation(self, step: int, loss: float, pairs: PairMetrics | None = None) -> None:
+        numbers = pairs.to_dict() if pairs else {}
+        self._line("evaluation", {"step": step, "loss": loss, **numbers})
 
     def close(self) -> None:
         pass
@@ -91,16 +92,16 @@ class PlainScreen:
     def step(self, metrics: StepMetrics, remaining_s: float | None) -> None:
         busy = "  ".join(f"{r.name} {1 - r.bubble_fraction:.0%}" for r in metrics.ranks)
         self._console.print(
-            f"step {metrics.step}  loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  "
-            f"grad-norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:.0f} tokens/s  "
-            f"ETA {duration(remaining_s)}  busy: {busy}",
+            f"{_step_words(metrics)}  ETA {duration(remaining_s)}  busy: {busy}",
             highlight=False,
             markup=False,
             soft_wrap=True,
         )
 
-    def evaluation(self, step: int, loss: float) -> None:
-        self._console.print(f"held-out loss after step {step}: {loss:.4f}", highlight=False)
+    def evaluation(self, step: int, loss: float, pairs: PairMetrics | None = None) -> None:
+        self._console.print(
+            f"held-out loss after step {step}: {loss:.4f}{pair_words(pairs)}", highlight=False
+        )
 
     def close(self) -> None:
         pass
@@ -137,8 +138,8 @@ class LiveScreen:
         self._done_share = spent_s / (spent_s + left_s) if spent_s + left_s else 0.0
         self._live.update(self._draw())
 
-    def evaluation(self, step: int, loss: float) -> None:
-        self._held_out = f"  held-out {loss:.4f} after step {step}"
+    def evaluation(self, step: int, loss: float, pairs: PairMetrics | None = None) -> None:
+        self._held_out = f"  held-out {loss:.4f}{pair_words(pairs)} after step {step}"
         self._live.update(self._draw())
 
     def close(self) -> None:
@@ -161,11 +162,7 @@ class LiveScreen:
         metrics = self._metrics
         if metrics is None:
             return Text(f"loading the model{self._held_out}")
-        return Text(
-            f"step {metrics.step}  loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  "
-            f"grad-norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:.0f} tokens/s  "
-            f"ETA {duration(self._remaining_s)}{self._held_out}"
-        )
+        return Text(f"{_step_words(metrics)}  ETA {duration(self._remaining_s)}{self._held_out}")
 
 
 class SilentWhenClosed:
@@ -186,8 +183,8 @@ class SilentWhenClosed:
     def step(self, metrics: StepMetrics, remaining_s: float | None) -> None:
         self._draw(lambda screen: screen.step(metrics, remaining_s))
 
-    def evaluation(self, step: int, loss: float) -> None:
-        self._draw(lambda screen: screen.evaluation(step, loss))
+    def evaluation(self, step: int, loss: float, pairs: PairMetrics | None = None) -> None:
+        self._draw(lambda screen: screen.evaluation(step, loss, pairs))
 
     def close(self) -> None:
         self._draw(lambda screen: screen.close())
@@ -216,6 +213,21 @@ def make_screen(*, as_json: bool) -> RunScreen:
         return SilentWhenClosed(JsonScreen())
     console = _HonestConsole()
     return SilentWhenClosed(LiveScreen(console) if console.is_terminal else PlainScreen(console))
+
+
+def _step_words(metrics: StepMetrics) -> str:
+    return (
+        f"step {metrics.step}  loss {metrics.loss:.4f}{pair_words(metrics.pairs)}  "
+        f"lr {metrics.lr:.2e}  grad-norm {metrics.grad_norm:.3f}  "
+        f"{metrics.tokens_per_s:.0f} tokens/s"
+    )
+
+
+def pair_words(pairs: PairMetrics | None) -> str:
+    """Say how many pairs are the right way round, and by how much."""
+    if pairs is None:
+        return ""
+    return f"  accuracy {pairs.reward_accuracy:.0%}  margin {pairs.reward_margin:.4f}"
 
 
 def stage_line(plan: Plan, rank: int) -> str:

@@ -115,13 +115,16 @@ def evaluation_screen(report: dict[str, Any]) -> RenderableType:
         f"{report['max_seq_length']} a row"
     )
     table = Table()
-    for heading in ("", "loss", "perplexity"):
+    names = [name for name in report["base"] if name != "loss"]
+    for heading in ("", "loss", *(name.replace("_", " ") for name in names)):
         table.add_column(heading, justify="right" if heading else "left")
     for name in ("base", "tuned"):
         if measured := report[name]:
-            perplexity = measured["perplexity"]
-            shown = "too large" if perplexity is None else f"{perplexity:.4g}"
-            table.add_row(name, f"{measured['loss']:.4f}", shown)
+            shown = (
+                "too large" if measured[other] is None else f"{measured[other]:.4g}"
+                for other in names
+            )
+            table.add_row(name, f"{measured['loss']:.4f}", *shown)
     adapter = Text(f"adapter: {report['adapter'] or 'none'}")
     return Group(adapter, facts, table, *map(_sample_table, report["samples"]))
 

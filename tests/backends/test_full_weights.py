@@ -16,6 +16,7 @@ from exo_train.backends.base import MicrobatchInput, Stage
 from exo_train.backends.torch_stage import TorchStage
 from exo_train.lora_config import LoraConfig
 from exo_train.models.spec import EMBEDDING, LM_HEAD
+from exo_train.objective_config import ObjectiveConfig
 from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.memory import activation_bytes_per_token
 from exo_train.wire.tensor import DType
@@ -35,6 +36,7 @@ from tests.backends.hand_ring import (
 from tests.tiny_models import make_tiny_model
 
 FULL = LoraConfig(full=True)
+SMOOTHED = ObjectiveConfig(label_smoothing=0.1)
 LAST_TWO = LoraConfig(full=True, layers=("last:2",))
 WEIGHT_DECAY, LEARNING_RATE = 0.1, 1e-3
 # A value whose gradient is nearly nothing would be moved by the sign of its rounding.
@@ -158,7 +160,11 @@ def test_negative_control_a_tied_matrix_that_is_not_summed_is_seen(
 @each_backend
 @pytest.mark.parametrize(
     "changes",
-    [{"checkpoint_activations": True}, {"neftune_alpha": 5.0}, {"label_smoothing": 0.1}],
+    [
+        {"checkpoint_activations": True},
+        {"neftune_alpha": 5.0},
+        {"objective": ObjectiveConfig(label_smoothing=0.1)},
+    ],
     ids=str,
 )
 def test_options_of_a_step_hold(changes: dict, backend: str) -> None:

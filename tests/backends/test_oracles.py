@@ -20,6 +20,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.trainer import default_loss
 
 from exo_train.backends.base import Arrays
+from exo_train.objective_config import ObjectiveConfig
 from exo_train.optimizer_config import OptimizerConfig
 from tests.backends.hand_ring import (
     LORA,
@@ -111,7 +112,7 @@ def test_torch_equals_a_plain_peft_loop(tmp_path: Path, model: str) -> None:
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 @pytest.mark.parametrize("backend", ["torch", "mlx"])
 def test_label_smoothing_is_that_of_torch_in_training_alone(tmp_path: Path, backend: str) -> None:
-    options = replace(OPTIONS, label_smoothing=0.2)
+    options = replace(OPTIONS, objective=ObjectiveConfig(label_smoothing=0.2))
     (stage,) = load_ring("llama3-rope", [backend], options=options)
     oracle = peft_model(model_directory(tmp_path, "llama3-rope"), stage.adapter())
     chosen = rows(lengths=LONG)

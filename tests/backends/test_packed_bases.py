@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.mlx_packed import PackedLinear
 from exo_train.backends.registry import load_backend
+from exo_train.backends.sampling import generate_tokens
 from exo_train.lora_config import LoraConfig
 from exo_train.models.open import open_model
 from exo_train.models.packed import BITS, GROUP_SIZES, Packing, quantised
@@ -165,8 +166,8 @@ def test_a_model_that_mlx_lm_quantised_answers_as_in_mlx_lm(
             packed, [backend], options=dataclasses.replace(OPTIONS, adapter_init="zero")
         )
         np.testing.assert_allclose(stage.start_decoding()(prompt), logits, atol=1e-4)
-        tokens = load_backend(backend).generate(
-            stage, prompt, max_tokens=12, temperature=0.0, seed=0, stop_ids=set()
+        tokens = generate_tokens(
+            stage.start_decoding(), prompt, max_tokens=12, temperature=0.0, seed=0, stop_ids=set()
         )
         assert list(tokens) == expected
 

@@ -130,11 +130,11 @@ def train_ring(
                     microbatch_size=plan.microbatch_size,
                     max_seq_length=config.max_seq_length,
                 ),
-                loss_scale=1 / batch.num_supervised_tokens,
+                loss_scale=1 / batch.num_losses,
                 timeout_s=TIMEOUT_S,
             )
             norm = float(np.sqrt(sum(report.grad_square_sum for report in reports)))
-            losses.append(reports[-1].loss_sum / batch.num_supervised_tokens)
+            losses.append(reports[-1].loss_sum / batch.num_losses)
             grad_norms.append(norm)
             sent_bytes = [report.sent_bytes for report in reports]
             ring.commit(

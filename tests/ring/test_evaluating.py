@@ -20,6 +20,7 @@ from exo_train.errors import ConfigError, DataError, NumericsError
 from exo_train.export.adapters import write_adapters
 from exo_train.train.checkpoint import newest_checkpoint
 from exo_train.train.data_set import read_data
+from exo_train.train.evaluation import HeldOut
 from exo_train.train.kept_rows import write_rows
 from exo_train.train.rundir import RunDir
 from exo_train.train.watcher import Watcher
@@ -179,7 +180,7 @@ def test_numbers_that_are_not_finite_are_exit_5(
     run: tuple[Path, list[tuple[int, float]]], chats: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "exo_train.agent.evaluating.loss_on_one_device", lambda *args, **more: float(np.nan)
+        "exo_train.agent.evaluating.loss_on_one_device", lambda *args, **more: HeldOut(loss=np.nan)
     )
     error = _refused(run[0])
     assert isinstance(error, NumericsError)

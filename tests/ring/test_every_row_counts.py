@@ -68,7 +68,7 @@ def run_seen(model: Path, run_dir: Path, config: TrainConfig, data: Data) -> See
         trainer.run()
         patch.undo()
         step = trainer.progress.step
-        alone = [held_out_loss(ring, [row], step=step, config=config) for row in data.held_out]
+        alone = [held_out_loss(ring, [row], step=step, config=config).loss for row in data.held_out]
     losses = trainer.progress.held_out_losses
     return Seen(seen[False], seen[True], losses[-1][1], alone)
 

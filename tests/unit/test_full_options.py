@@ -133,3 +133,9 @@ def test_a_run_of_all_weights_is_no_adapter_to_start_from(tmp_path: Path) -> Non
     write_checkpoint(run.path, step=1, adapter=arrays, optimizer=optimizer, state={})
     with pytest.raises(ConfigError, match="trained all weights and has no adapter"):
         find_adapter(run.path)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "orpo"])
+def test_preferences_are_learnt_by_adapters_only(objective: str) -> None:
+    with pytest.raises(ConfigError, match=f"does not go with 'objective' {objective} yet"):
+        _from(full=True, objective=objective)

@@ -253,3 +253,35 @@ def test_resumed_run_takes_foreign_names_as_its_own(tmp_path: Path) -> None:
     assert chosen.sources["rank"] == "the run"
     with pytest.raises(ConfigError, match="--rank cannot change on --resume: the run has 4"):
         choose_options(None, {"lora_r": "8"}, resume=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"rl": "dpo", "rl_beta": 0.2}, {"objective": "dpo", "beta": 0.2}),
+        ({"rl": "orpo", "orpo_alpha": 0.3}, {"objective": "orpo", "beta": 0.3}),
+        (
+            {"stage": "dpo", "pref_beta": 0.2, "pref_loss": "sigmoid", "pref_ftx": 0},
+            {"objective": "dpo", "beta": 0.2},
+        ),
+        ({"pref_loss": "orpo"}, {"objective": "orpo"}),
+        ({"stage": "sft"}, {"objective": "sft"}),
+        (
+            {"objective": "dpo", "beta": 0.2, "loss_type": ["sigmoid"], "reference_free": False},
+            {"objective": "dpo", "beta": 0.2},
+        ),
+        ({"dpo_label_smoothing": 0.1}, {"label_smoothing": 0.1}),
+    ],
+    ids=str,
+)
+def test_preference_tuning_by_other_names(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    assert _read(**theirs) == ours
+
+
+def test_what_preference_tuning_has_not_is_refused_with_what_it_has() -> None:
+    assert "of the losses for pairs there are dpo's sigmoid, and orpo" in _refusal(loss_type="ipo")
+    assert "'objective: orpo'" in _refusal(rpo_alpha=1.0)
+    assert "of pairs the prompt is cut" in _refusal(max_prompt_length=100)
+    assert "with its adapter off" in _refusal(ref_model="other")
+    said = _refusal(stage="dpo", pref_loss="orpo")
+    assert "'stage' and 'pref_loss' both say 'objective', dpo and orpo" in said

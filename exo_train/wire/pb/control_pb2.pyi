@@ -497,7 +497,7 @@ class MicrobatchData(_message.Message):
     def __init__(self, num_sequences: _Optional[int] = ..., num_positions: _Optional[int] = ..., tokens: _Optional[bytes] = ..., targets: _Optional[bytes] = ..., mask: _Optional[bytes] = ..., row_keys: _Optional[_Iterable[int]] = ..., row_starts: _Optional[_Iterable[int]] = ..., row_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("step", "evaluation", "loss_sum", "grad_square_sum", "busy_s", "step_s", "sent_bytes", "peak_memory_bytes", "period_s", "trouble")
+    __slots__ = ("step", "evaluation", "loss_sum", "grad_square_sum", "busy_s", "step_s", "sent_bytes", "peak_memory_bytes", "period_s", "trouble", "pairs")
     STEP_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     LOSS_SUM_FIELD_NUMBER: _ClassVar[int]
@@ -508,6 +508,7 @@ class StepReport(_message.Message):
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     PERIOD_S_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
     step: int
     evaluation: bool
     loss_sum: float
@@ -518,7 +519,24 @@ class StepReport(_message.Message):
     peak_memory_bytes: int
     period_s: float
     trouble: str
-    def __init__(self, step: _Optional[int] = ..., evaluation: bool = ..., loss_sum: _Optional[float] = ..., grad_square_sum: _Optional[float] = ..., busy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., period_s: _Optional[float] = ..., trouble: _Optional[str] = ...) -> None: ...
+    pairs: PairSums
+    def __init__(self, step: _Optional[int] = ..., evaluation: bool = ..., loss_sum: _Optional[float] = ..., grad_square_sum: _Optional[float] = ..., busy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., period_s: _Optional[float] = ..., trouble: _Optional[str] = ..., pairs: _Optional[_Union[PairSums, _Mapping]] = ...) -> None: ...
+
+class PairSums(_message.Message):
+    __slots__ = ("num_pairs", "chosen", "rejected", "num_right", "nll", "log_odds")
+    NUM_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RIGHT_FIELD_NUMBER: _ClassVar[int]
+    NLL_FIELD_NUMBER: _ClassVar[int]
+    LOG_ODDS_FIELD_NUMBER: _ClassVar[int]
+    num_pairs: int
+    chosen: float
+    rejected: float
+    num_right: int
+    nll: float
+    log_odds: float
+    def __init__(self, num_pairs: _Optional[int] = ..., chosen: _Optional[float] = ..., rejected: _Optional[float] = ..., num_right: _Optional[int] = ..., nll: _Optional[float] = ..., log_odds: _Optional[float] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("step", "apply", "learning_rate", "grad_scale")

@@ -23,9 +23,10 @@ from exo_train.agent.opening import Narrator
 from exo_train.agent.reporting import Reports, check_installed, step_values
 from exo_train.cli.main import app
 from exo_train.cluster.home import Home
-from exo_train.config import REPORT_LIBRARIES, TrainConfig
+from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.models.spec import ModelSpec
+from exo_train.option_rules import REPORT_LIBRARIES
 from exo_train.train.batches import BatchPlan
 from exo_train.train.beginning import Beginning, beginning_of
 from exo_train.train.examples import Example

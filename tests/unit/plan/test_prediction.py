@@ -64,6 +64,22 @@ def test_what_a_ring_of_three_promises():
     assert counted.ranks[1].peak_memory_bytes == 370
 
 
+def test_a_second_forward_sends_up_twice_and_takes_its_time_on_the_wire():
+    home = simple_home(1.0, 1.0)
+    workload = simple_workload(4, num_microbatches=8)
+    twice = dataclasses.replace(workload, num_forwards=2)
+    plans = [plan_with_layers(home, w, (0, 1), (2, 2)) for w in (workload, twice)]
+    sent = [
+        [
+            rank.sent_bytes
+            for rank in predict(plan, home, w, positions=1, counts_process=[True] * 2).ranks
+        ]
+        for plan, w in zip(plans, (workload, twice), strict=True)
+    ]
+    assert sent == [[8000, 8000], [16000, 8000]]
+    assert plans[1].step_s > plans[0].step_s
+
+
 def test_one_device_sends_nothing_and_its_step_is_its_only_period():
     home, workload = simple_home(1.0), simple_workload(4, num_microbatches=1)
     plan = exact_plan(home, workload)

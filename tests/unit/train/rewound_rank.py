@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from exo_train.backends.base import Arrays, MicrobatchInput, Stage
+from exo_train.backends.preference import PairSums
 from exo_train.errors import ExoTrainError
 from exo_train.models.manifest import ModelManifest
 from exo_train.models.spec import ModelSpec
@@ -57,6 +58,9 @@ class CountingStage:
 
     def grad_square_sum(self) -> float:
         return 1.0
+
+    def take_pair_sums(self) -> PairSums:
+        return PairSums()
 
     def find_bad_gradient(self) -> str:
         return ""

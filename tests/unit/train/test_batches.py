@@ -17,11 +17,10 @@ from exo_train.train.batches import (
     TokenSequence,
     choose_microbatch_size,
     evaluation_batches,
-    plan_epoch,
     split_microbatches,
-    split_validation,
 )
 from exo_train.train.examples import Example
+from exo_train.train.random_order import plan_epoch, split_validation
 
 MAX = 256
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from exo_train.backends.base import MicrobatchInput
+from exo_train.backends.preference import PairSums
 from exo_train.train.executor import StageExecutor, StepOutcome
 from exo_train.transport.base import LinkIdentity, Tag
 from exo_train.wire.tensor import HostTensor
@@ -44,6 +45,10 @@ class SleepingStage:
 
     def begin_step(self, *, step: int, loss_scale: float) -> None: ...
 
+    def refer(self, microbatch: MicrobatchInput) -> HostTensor | None:
+        self.clock.spend(f"R{microbatch.index}", EVALUATE_S)
+        return HIDDEN if self.has_above else None
+
     def forward(self, microbatch: MicrobatchInput) -> HostTensor | None:
         self.clock.spend(f"F{microbatch.index}", FORWARD_S)
         return HIDDEN if self.has_above else None
@@ -62,6 +67,9 @@ class SleepingStage:
     def grad_square_sum(self) -> float:
         return 0.0
 
+    def take_pair_sums(self) -> PairSums:
+        return PairSums()
+
     def find_bad_gradient(self) -> str:
         return ""
 
@@ -74,6 +82,7 @@ class SlowLink:
     up: bool
     arrivals_s: Sequence[float]
     sent_bytes: int = 1000  # of earlier steps
+    tags: list[Tag] = field(default_factory=list)  # sent and received
 
     @property
     def identity(self) -> LinkIdentity:
@@ -83,11 +92,13 @@ class SlowLink:
         )
 
     def send(self, tag: Tag, tensor: HostTensor) -> None:
+        self.tags.append(tag)
         index = tag.microbatch & 0xFF
         self.clock.spend(f"{'up' if self.up else 'down'}{index}", (index + 1) * SEND_S)
         self.sent_bytes += tensor.num_bytes
 
     def wait_recv(self, tag: Tag, *, timeout_s: float) -> HostTensor:
+        self.tags.append(tag)
         self.clock.now_s = max(self.clock.now_s, self.arrivals_s[tag.microbatch & 0xFF])
         return GRADIENT if self.up else HIDDEN
 
@@ -98,6 +109,7 @@ def executor_of(
     *,
     activations_s: Sequence[float] = (),
     gradients_s: Sequence[float] = (),
+    has_reference: bool = False,
 ) -> tuple[StageExecutor, Clock]:
     clock = Clock()
     above = SlowLink(clock, True, gradients_s) if rank + 1 < num_ranks else None
@@ -110,6 +122,7 @@ def executor_of(
         num_ranks=num_ranks,
         schedule_name="1f1b",
         timeout_s=1.0,
+        has_reference=has_reference,
         clock_s=clock,
         **links,
     )
@@ -160,3 +173,28 @@ def test_an_evaluation_counts_its_forwards_only() -> None:
     assert outcome.step_s == pytest.approx(7.0 + EVALUATE_S + 2 * SEND_S)
     assert outcome.period_s == 0.0
     assert outcome.sent_bytes == 2 * HIDDEN.num_bytes
+
+
+def test_the_base_goes_before_each_microbatch_with_tags_of_its_own() -> None:
+    executor, clock = executor_of(
+        1, 3, activations_s=(0.0,) * 2, gradients_s=(4.0, 4.0), has_reference=True
+    )
+    outcome = step_of(executor, 2)
+    up = ["R0", "up0", "F0", "up0", "R1", "up1", "F1", "up1"]
+    assert clock.events == [*up, "B0", "down0", "B1", "down1"]
+    assert outcome.busy_s == pytest.approx(2 * (EVALUATE_S + FORWARD_S + BACKWARD_S))
+    assert outcome.sent_bytes == 4 * HIDDEN.num_bytes + 2 * GRADIENT.num_bytes
+    executor.run_evaluation(1, [MicrobatchInput(index=index) for index in range(2)])
+    assert clock.events[-8:] == [word.replace("F", "E") for word in up]
+    above: Any = executor.above
+    # Four each of step and evaluation; gradients come back with the step's own.
+    assert len(above.tags) == 8 + 2
+    assert len(set(above.tags)) == 8
+    below: Any = executor.below
+    assert set(below.tags) == set(above.tags)
+
+
+def test_without_a_reference_the_base_is_not_asked() -> None:
+    executor, clock = executor_of(0, 1)
+    step_of(executor, 2)
+    assert "R0" not in clock.events

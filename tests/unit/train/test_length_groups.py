@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exo_train.train.batches import PAD_MULTIPLE, POOL_BATCHES, BatchPlan, StepBatch, plan_epoch
+from exo_train.train.batches import PAD_MULTIPLE, POOL_BATCHES, BatchPlan, StepBatch
 from exo_train.train.examples import Example
+from exo_train.train.random_order import plan_epoch
 
 MAX = 256
 ALL_LENGTHS = tuple(int(n) for n in np.random.default_rng(0).permutation(np.arange(1, 201)))

@@ -9,6 +9,7 @@ import pytest
 from rewound_rank import NAME, Conversation, failure_of, point
 
 from exo_train.errors import PeerLostError
+from exo_train.objective_config import ObjectiveConfig
 from exo_train.wire.pb import control_pb2 as pb
 
 
@@ -53,7 +54,12 @@ def _unreachable(*args: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"seed": 8}, {"checkpoint_activations": True}, {"label_smoothing": 0.1}]
+    "changed",
+    [
+        {"seed": 8},
+        {"checkpoint_activations": True},
+        {"objective": ObjectiveConfig(label_smoothing=0.1)},
+    ],
 )
 def test_a_stage_that_does_not_serve_is_gone_before_the_next_one_is_loaded(
     talk: Conversation, changed: dict[str, Any]
