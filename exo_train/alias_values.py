@@ -95,10 +95,12 @@ def read_bits(number: int) -> Callable[[Any], Values]:
 
 
 def read_kind(value: Any) -> Values:
-    """In mlx-lm; "lora" is what there is without DoRA."""
-    if value not in ("lora", "dora"):
-        raise NotHereError("only LoRA and DoRA adapters are trained: lora or dora")
-    return {"dora": value == "dora"}
+    """Take what is trained; "lora" is what there is without DoRA. axolotl's `adapter` is empty."""
+    if value in ("full", "", None):
+        return {"full": True}
+    if value not in ("lora", "qlora", "dora"):
+        raise NotHereError("adapters of the kinds lora and dora are trained, or full: all weights")
+    return {"dora": True} if value == "dora" else {"full": False}
 
 
 def read_optimizer(value: Any) -> Values:

@@ -218,12 +218,11 @@ _TABLE: tuple[Rule, ...] = (
         because=_SUPERVISED,
         instead='to learn all tokens, give rows as {"text": …}',
     ),
-    Renamed(names=("fine_tune_type",), option="dora", read=read_kind, about="where it is `dora`"),
-    Settled(
-        names=("finetuning_type", "adapter"),
-        accepted=("lora", "qlora"),
-        because="what is trained is a LoRA adapter",
-        instead="only LoRA adapters are trained: lora, or leave it out",
+    Renamed(
+        names=("fine_tune_type", "finetuning_type", "adapter"),
+        option="full",
+        read=read_kind,
+        about="where it is `full`; `dora` is `dora`",
     ),
     Renamed(names=("stage", "rl"), option="objective", about="`sft`, `dpo` or `orpo`"),
     Renamed(

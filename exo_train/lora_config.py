@@ -1,4 +1,4 @@
-"""Which projections of a model get an adapter, of which rank and strength.
+"""What of a model is trained: projections that get an adapter, of which rank, or all weights.
 
 Owns the words for it (targets, layers, patterns) and what they come to on a model of so many
 layers. Pure: knows no array and no file. A choice that fits no layer is refused for the whole
@@ -27,6 +27,12 @@ ALL_TARGETS = (*ATTENTION_TARGETS, "gate_proj", "up_proj", "down_proj")
 ALL_LINEAR = "all-linear"  # PEFT's word: every projection, but not the head
 ALL_LAYERS = ("all",)
 DEFAULT_ALPHA = 16.0
+FULL_LEARNING_RATE = 2e-5  # weights bear a tenth of what an adapter bears
+# What says nothing where no adapter is trained, or would change what cannot be trained then.
+NOT_WITH_FULL = (
+    *("rank", "alpha", "scale", "rslora", "dora", "dropout", "targets", "rank_pattern"),
+    *("alpha_pattern", "init_adapter", "lora_plus_ratio", "quantize"),
+)
 MAX_RANK = 2**16
 MAX_ALPHA = 1e9
 
@@ -43,7 +49,8 @@ class LoraConfig:
     """W x + scale · B A x, or with `dora` m · (W + scale · B A) x / |W + scale · B A|.
 
     `rank_pattern` and `alpha_pattern` name what differs from `rank` and `alpha`; of two that fit
-    a projection the one with its layer counts. `layers` are as `chosen_layers` reads them.
+    a projection the one with its layer counts. `layers` are as `chosen_layers` reads them. `full`:
+    no adapter, the layers' own weights are trained, and only `layers` count.
     """
 
     rank: int = 8
@@ -55,6 +62,7 @@ class LoraConfig:
     dora: bool = False
     rank_pattern: Pattern[int] = ()
     alpha_pattern: Pattern[float] = ()
+    full: bool = False
 
     @property
     def scale(self) -> float:
@@ -116,11 +124,13 @@ def adapter_prefix(layer: int, target: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def placements(lora: LoraConfig, num_layers: int) -> tuple[Placement, ...]:
-    """Give every projection that gets an adapter, in the order of computing.
+    """Give every projection that gets an adapter, in the order of computing; none with `full`.
 
     Raises ConfigError for a target, layer or pattern that fits nothing in `num_layers` layers.
     """
     chosen = _chosen(lora, num_layers)
+    if lora.full:
+        return ()
     ranks = _pattern(lora.rank_pattern, "rank_pattern", chosen)
     alphas = _pattern(lora.alpha_pattern, "alpha_pattern", chosen)
     return tuple(
@@ -148,6 +158,8 @@ def densest_layer(lora: LoraConfig, num_layers: int) -> dict[str, int]:
 
 def in_every_layer(lora: LoraConfig, num_layers: int) -> LoraConfig:
     """Give the adapters of `densest_layer` for a model of any number of layers."""
+    if lora.full:
+        return LoraConfig(full=True)
     ranks = densest_layer(lora, num_layers)
     return LoraConfig(
         rank=lora.rank,
@@ -235,6 +247,20 @@ def check_words(lora: LoraConfig) -> None:
         for key, place in zip((key for key, _ in pattern), places, strict=True):
             if places.count(place) > 1:
                 raise ConfigError(f"'{name}' names {key} twice; leave one out")
+
+
+def check_no_adapter(values: Mapping[str, object], usual: Mapping[str, object]) -> None:
+    """Refuse by name what is said of an adapter where all weights are trained."""
+    said = [
+        f"--{name.replace('_', '-')}"
+        for name in values
+        if name not in usual or values[name] != usual[name]
+    ]
+    if said:
+        raise ConfigError(
+            f"'full' trains the weights themselves, without an adapter and not quantised: leave "
+            f"out {', '.join(said)}, or --full"
+        )
 
 
 def read_pattern(

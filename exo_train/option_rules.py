@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from exo_train.errors import ConfigError
-from exo_train.lora_config import LoraConfig
-from exo_train.options import nearest
+from exo_train.lora_config import NOT_WITH_FULL, LoraConfig, check_no_adapter
+from exo_train.options import Option, nearest
 
 REPORT_LIBRARIES = ("tensorboard", "wandb", "trackio", "swanlab")
 
@@ -48,3 +49,16 @@ def check_held_out(*, rows: int, share: float) -> None:
         raise ConfigError(
             "'val_rows' and 'val_split' both say how many rows are held out; give one of them"
         )
+
+
+def check_full(config: Any, options: Mapping[str, Option]) -> None:
+    """Refuse what does not go with all weights, of a `TrainConfig`."""
+    if not config.full:
+        return
+    if config.learnt.has_pairs:
+        raise ConfigError(
+            f"'full' does not go with 'objective' {config.objective} yet: leave out --full, and an "
+            f"adapter learns the preferences"
+        )
+    values = {name: getattr(config, name) for name in NOT_WITH_FULL}
+    check_no_adapter(values, {name: options[name].default for name in NOT_WITH_FULL})

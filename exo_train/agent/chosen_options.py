@@ -18,7 +18,7 @@ from exo_train.agent.starting_adapter import with_adapter
 from exo_train.agent.yaml_file import read_mapping
 from exo_train.config import OPTIONS, TrainConfig
 from exo_train.errors import ConfigError
-from exo_train.lora_config import said_over
+from exo_train.lora_config import NOT_WITH_FULL, check_no_adapter, said_over
 from exo_train.options import plain_values
 from exo_train.own_names import OwnNames, to_own_names
 
@@ -68,6 +68,8 @@ def choose_options(
     plain_values(OPTIONS, on_line.values, source=COMMAND_LINE)
     place = COMMAND_LINE if file is None else f"{file} and {COMMAND_LINE}" if given else str(file)
     said = said_over(in_file.values, on_line.values)
+    if said.get("full"):  # even as what is usual: it would have no effect
+        check_no_adapter({name: said[name] for name in NOT_WITH_FULL if name in said}, {})
     values = with_adapter(said, source=place)
     config = TrainConfig.from_mapping(values, source=place)
     settled = {name: "--init-adapter" for name in values if name not in said}

@@ -44,6 +44,7 @@ from exo_train.agent.succession import (
 )
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
+from exo_train.models.open import require_floats
 from exo_train.plan.stages import StageSpec
 from exo_train.shell import command_line
 from exo_train.train.beginning import Beginning, beginning_of
@@ -335,6 +336,8 @@ def _opened(
     spec = model.manifest.spec
     spec.validate_max_seq_length(config.max_seq_length)
     spec.validate_quantize(config.quantize)
+    if config.full:
+        require_floats(model.manifest.infos)
     if resume is None:  # else what it started from is saved, and may lie on another device
         check_adapter_options(config, spec)
     data = encode_data(files, config, model_path=model.path, spec=spec, on_note=narrator.on_note)

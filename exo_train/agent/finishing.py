@@ -1,4 +1,4 @@
-"""Writing down what a run has come to, however it ended: summary, curves, adapters.
+"""Writing down what a run has come to, however it ended: summary, curves, adapters or model.
 
 Owns what is left in the run directory at the end. Must not train.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from exo_train.agent.opening import OpenedModel
 from exo_train.agent.run_template import save_tokenizer
@@ -16,6 +17,7 @@ from exo_train.export.adapters import AdapterPaths, write_adapters
 from exo_train.shell import command_line
 from exo_train.train.checkpoint import Checkpoint, checkpoint_of, newest_checkpoint
 from exo_train.train.durable import require_free_bytes
+from exo_train.train.full_model import model_bytes, write_model
 from exo_train.train.progress import Progress
 from exo_train.train.ring import Ring
 from exo_train.train.rundir import DeviceSummary, RunDir, Summary, relative_to_run
@@ -54,7 +56,9 @@ class Finish:
         # Step 0 has no adapter of this run's.
         wants_best = bool(progress.ended_early and best and best[0])
         checkpoint = self._checkpoint(best[0] if best and wants_best else None)
-        adapters = self._write_adapters(checkpoint)
+        is_full = self.ring.plan.lora.full
+        adapters = None if is_full else self._write_adapters(checkpoint)
+        model = self._write_model(checkpoint) if is_full else None
         losses, held_out = progress.train_losses, progress.held_out_losses
         relative = {
             kind: relative_to_run(getattr(adapters, kind), self.run_dir.path) if adapters else None
@@ -73,6 +77,7 @@ class Finish:
             devices=self._devices(),
             peft_adapter=relative["peft"],
             mlx_adapter=relative["mlx"],
+            model=relative_to_run(model, self.run_dir.path) if model else None,
             prediction=progress.reckoning.compared(),
             interruptions=tuple(progress.interruptions),
             best_step=best[0] if best else None,
@@ -132,6 +137,21 @@ class Finish:
         )
         save_tokenizer(self.run_dir.path, paths.peft, paths.mlx, model_path=self.model.path)
         return paths
+
+    def _write_model(self, checkpoint: Checkpoint | None) -> Path | None:
+        """Write the whole model with a checkpoint's weights, and the tokenizer with it."""
+        if checkpoint is None or not checkpoint.optimizer["step"]:
+            return None
+        run, base = self.run_dir, self.model.path
+        # The one of an earlier end stays until this one is proven.
+        require_free_bytes(run.path, needed_bytes=model_bytes(base), what="the trained model")
+        return write_model(
+            run.model,
+            checkpoint.adapter,
+            base=base,
+            steps=int(checkpoint.optimizer["step"]),
+            write_tokenizer=lambda folder: save_tokenizer(run.path, folder, model_path=base),
+        )
 
     def _devices(self) -> tuple[DeviceSummary, ...]:
         progress = self.progress

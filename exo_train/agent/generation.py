@@ -1,4 +1,4 @@
-"""Answers prompts with a run's adapter, the whole model on this device.
+"""Answers prompts with what a run trained, the whole model on this device.
 
 Owns the way from a run directory to text. One device is enough for now: generating on the ring
 is not there yet.
@@ -13,6 +13,7 @@ from typing import Any
 from exo_train.agent.planning import model_shape
 from exo_train.agent.run_template import tokenizer_of_run
 from exo_train.backends.base import Stage, StageOptions
+from exo_train.backends.full import weight_shapes
 from exo_train.backends.registry import load_backend
 from exo_train.backends.sampling import generate_tokens
 from exo_train.cluster.hardware import detect
@@ -33,20 +34,27 @@ from exo_train.plan.stages import StageSpec
 from exo_train.plan.workloads import held_shape, weights_held
 from exo_train.train.chat import encode_prompt, end_of_turn
 from exo_train.train.checkpoint import newest_checkpoint
+from exo_train.train.full_model import read_weights
 from exo_train.train.rows import Message
 from exo_train.train.rundir import CONFIG_FILE, RunDir
 from exo_train.train.stage_loading import CONFIG_DTYPES
 
 
 def _adapter_of(run: Path) -> tuple[Adapter, str]:
-    """Give a run's adapter and where it lies: of its newest checkpoint if it ended early."""
+    """Give what a run trained and where it lies: in its newest checkpoint if it ended early."""
     folder = run / "adapters" / "mlx"
     if folder.is_dir():
         return read_adapter(folder), str(folder)
+    opened = RunDir.open(run)
+    config = TrainConfig.from_mapping(opened.read_config(), source=f"{run}/config.yaml")
+    if config.full and opened.model.is_dir():
+        spec, _ = open_model(opened.model)
+        whole = StageSpec(start=0, end=spec.num_layers, embedding=True, head=True)
+        weights = read_weights(opened.model, weight_shapes(spec, whole, config.lora))
+        return Adapter(arrays=weights, lora=config.lora, base_model=config.model), str(opened.model)
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
-        raise ConfigError(f"{run} has no adapter yet: the run saved no step")
-    config = TrainConfig.from_mapping(RunDir.open(run).read_config(), source=f"{run}/config.yaml")
+        raise ConfigError(f"{run} has trained nothing yet: the run saved no step")
     adapter = Adapter(arrays=checkpoint.adapter, lora=config.lora, base_model=config.model)
     return adapter, str(checkpoint.path)
 
@@ -78,7 +86,7 @@ class Generator:
             source,
             device=hardware.device,
             lora=adapter.lora if adapter else LoraConfig(rank=1),
-            optimizer=OptimizerConfig(),
+            optimizer=OptimizerConfig(name="sgd", momentum=0.0),  # which keeps nothing in memory
             options=StageOptions(
                 seed=0,
                 compute_dtype=compute_dtype,
@@ -98,7 +106,9 @@ class Generator:
                 ),
             ),
         )
-        self._base = self._stage.adapter()  # as it starts, an adapter does nothing
+        self._base = (
+            self._stage.adapter()
+        )  # as it starts: an adapter that does nothing, or the base
         self._tuned = adapter.arrays if adapter else None
         self.use_adapter(adapter is not None)
         # As the run was trained; a bare model has no run directory, and its own template.

@@ -75,11 +75,16 @@ def find_adapter(path: Path, *, num_layers: int | None = None) -> Adapter:
     if not (path / CONFIG_FILE).is_file():
         return read_adapter(path, num_layers=num_layers)
     run = RunDir.open(path)
+    config = TrainConfig.from_mapping(run.read_config(), source=f"{path}/config.yaml")
+    if config.full:
+        raise ConfigError(
+            f"{path} trained all weights and has no adapter; name its model instead: "
+            f"{path / 'model'}"
+        )
     step = run.step_left()
     checkpoint = newest_checkpoint(path) if step is None else checkpoint_of(path, step)
     if checkpoint is None:
         return read_adapter(path / "adapters" / "peft", num_layers=num_layers)
-    config = TrainConfig.from_mapping(run.read_config(), source=f"{path}/config.yaml")
     return Adapter(arrays=checkpoint.adapter, lora=config.lora, base_model=config.model)
 
 

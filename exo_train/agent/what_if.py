@@ -19,6 +19,7 @@ from exo_train.agent.what_if_devices import Processors, read_household
 from exo_train.agent.what_if_epoch import read_epoch
 from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
+from exo_train.errors import ConfigError
 from exo_train.models.hub import resolve_config
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.device_memory import Processor
@@ -126,6 +127,8 @@ def read_spec(home: Home, config: TrainConfig) -> ModelSpec:
     )
     spec.validate_max_seq_length(config.max_seq_length)
     spec.validate_quantize(config.quantize)
+    if config.full and spec.quantisation is not None:
+        raise ConfigError("'full' trains the weights themselves, and this model's are quantised")
     return spec
 
 

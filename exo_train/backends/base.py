@@ -63,7 +63,10 @@ class MicrobatchInput:
 
 
 class Stage(Protocol):
-    """One rank's layers with adapter, gradients, optimizer state and stashed activations.
+    """One rank's layers with what is trained, gradients, optimizer state and stashed activations.
+
+    What is trained is called the adapter, also where it is the layers' own weights, under the
+    names that the model's files give them.
 
     Not thread-safe: one thread drives it. All of it may raise DoesNotFitError; the forward or
     backward that does has dropped what was stashed, and changed neither adapter nor optimizer.
@@ -110,7 +113,10 @@ class Stage(Protocol):
         ...
 
     def grad_square_sum(self) -> float:
-        """Sum of squares of all accumulated gradients (of the scaled loss) on this stage."""
+        """Sum of squares of all accumulated gradients (of the scaled loss) on this stage.
+
+        A tied matrix counts where the embedding is: of two stages that train it, on the first.
+        """
         ...
 
     def find_bad_activation(self, microbatch: MicrobatchInput, *, evaluation: bool = False) -> str:
@@ -136,6 +142,14 @@ class Stage(Protocol):
     def adapter(self) -> Arrays: ...
 
     def gradients(self) -> Arrays: ...
+
+    def gradient_of(self, name: str) -> np.ndarray:
+        """Copy one array's accumulated gradient out."""
+        ...
+
+    def set_gradient(self, name: str, gradient: np.ndarray) -> None:
+        """Put a gradient, float32, in the place of the accumulated one."""
+        ...
 
     def load_adapter(self, arrays: Mapping[str, np.ndarray]) -> None: ...
 

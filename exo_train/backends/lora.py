@@ -16,12 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from exo_train.backends.base import Arrays, MicrobatchInput
+from exo_train.backends.full import trains_ends, weight_shapes
 from exo_train.backends.packed_rows import row_places
 from exo_train.errors import ConfigError
 from exo_train.lora_config import (
     ALL_TARGETS,
     LoraConfig,
     Placement,
+    chosen_layers,
     densest_layer,
     layer_words,
     placements,
@@ -32,7 +34,7 @@ from exo_train.plan.stages import StageSpec
 RANDOM_B_BOUND = 0.02
 # Keeps a row of zeros from being divided by its length.
 SMALLEST_SQUARE = 1e-30
-ADAPTER_PARTS = (".lora_a", ".lora_b", ".dora_m")
+TRAINED_PARTS = (".lora_a", ".lora_b", ".dora_m", ".weight", ".bias")
 
 # Odd, near 2**32 / golden ratio: spreads consecutive indices over all bits before they are mixed.
 INDEX_STRIDE = 0x9E3779B1
@@ -56,8 +58,11 @@ def adapter_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Give the arrays trained on a stage, in the order of computing.
 
-    `lora_a` (in, rank) and `lora_b` (rank, out); with DoRA also `dora_m` (out).
+    `lora_a` (in, rank) and `lora_b` (rank, out); with DoRA also `dora_m` (out). Where no adapter
+    is trained, the weights themselves.
     """
+    if lora.full:
+        return weight_shapes(spec, stage, lora)
     bases = spec.tensor_shapes(start=stage.start, end=stage.end, embedding=False, head=False)
     shapes: dict[str, tuple[int, ...]] = {}
     for placement in stage_placements(spec, stage, lora):
@@ -78,8 +83,8 @@ def no_dense_weight(kind: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Tell a trained array from the optimizer's arrays."""
-    return name.endswith(ADAPTER_PARTS)
+    """Tell a trained array, of an adapter or a weight, from the optimizer's arrays."""
+    return name.endswith(TRAINED_PARTS)
 
 
 def initial_adapter(
@@ -124,10 +129,11 @@ def count_trainable(spec: ModelSpec, lora: LoraConfig) -> Trainable:
     """Count the whole model's trained values; raises ConfigError as `placements` does."""
     whole = StageSpec(start=0, end=spec.num_layers, embedding=True, head=True)
     chosen = placements(lora, spec.num_layers)
+    layers = {placement.layer for placement in chosen}
     return Trainable(
         num_values=sum(map(math.prod, adapter_shapes(spec, whole, lora).values())),
         num_model_values=sum(map(math.prod, spec.all_tensor_shapes().values())),
-        layers=tuple(sorted({placement.layer for placement in chosen})),
+        layers=tuple(chosen_layers(lora.layers, spec.num_layers) if lora.full else sorted(layers)),
         targets=tuple(densest_layer(lora, spec.num_layers)),
     )
 
@@ -135,15 +141,21 @@ def count_trainable(spec: ModelSpec, lora: LoraConfig) -> Trainable:
 def adapter_sentence(spec: ModelSpec, lora: LoraConfig) -> str:
     """Say what is trained: kind, projections, layers, values and their share of the model."""
     found = count_trainable(spec, lora)
-    kind = "DoRA" if lora.dora else "rank-stabilised LoRA" if lora.rslora else "LoRA"
-    ranks = sorted({placement.rank for placement in placements(lora, spec.num_layers)})
     layers = f"all {spec.num_layers} layers"
     if len(found.layers) < spec.num_layers:
         layers = f"layers {','.join(layer_words(found.layers))} of {spec.num_layers}"
-    return (
-        f"{kind} of rank {'/'.join(map(str, ranks))} on {', '.join(found.targets)} in {layers}: "
+    values = (
         f"{found.num_values:,} of {found.num_model_values:,} values are trained "
         f"({found.percent:.3g} %)"
+    )
+    if lora.full:
+        ends = ", embedding and head" if trains_ends(spec, lora) else ""
+        return f"all weights of {layers}{ends}: {values}"
+    kind = "DoRA" if lora.dora else "rank-stabilised LoRA" if lora.rslora else "LoRA"
+    ranks = sorted({placement.rank for placement in placements(lora, spec.num_layers)})
+    return (
+        f"{kind} of rank {'/'.join(map(str, ranks))} on {', '.join(found.targets)} in {layers}: "
+        f"{values}"
     )
 
 
@@ -157,7 +169,7 @@ def select_arrays(
     for name, shape in expected.items():
         if name not in given:
             raise ConfigError(
-                f"the saved adapter has no '{name}'; use the rank and targets it was trained with"
+                f"the saved state has no '{name}'; use the rank and targets it was trained with"
             )
         if tuple(given[name].shape) != shape:
             raise ConfigError(

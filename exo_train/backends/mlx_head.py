@@ -1,7 +1,7 @@
 """Loss of the last stage in MLX, a bounded number of tokens at a time.
 
-The head is frozen, so the gradient at its input is made chunk by chunk in the forward and no
-logits live until the backward. Must not touch the layers.
+Nothing comes after the loss, so the gradients at the head's input and of its weight are made chunk
+by chunk in the forward, and no logits live until the backward. Must not touch the layers.
 
 Shapes: B sequences, T positions, N = B*T, D hidden size, S supervised tokens, C those of a chunk.
 """
@@ -9,7 +9,7 @@ Shapes: B sequences, T positions, N = B*T, D hidden size, S supervised tokens, C
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,15 +27,22 @@ def head_loss(
     mask_BT: np.ndarray,
     *,
     label_smoothing: float = 0.0,
+    weight_VD: mx.array | None = None,
 ) -> mx.array:
     """Give the cross-entropy (nats) summed over supervised positions, in float32.
 
-    Needs at least one supervised position. Smoothing s makes a target 1 - s of itself and s of all
-    V alike (Szegedy et al. 2015, arXiv:1512.00567, section 7).
+    A head that is trained is its `weight_VD`, and `head` is not used. Needs at least one
+    supervised position. Smoothing s makes a target 1 - s of itself and s of all V alike (Szegedy
+    et al. 2015, arXiv:1512.00567, section 7).
     """
     hidden_SD, targets_S = _supervised(hidden_BTD, targets_BT, mask_BT)
-    loss_and_gradient = _loss_and_gradient(head, targets_S, label_smoothing)
-    return loss_and_gradient(hidden_SD)[0]
+    trained = [] if weight_VD is None else [weight_VD]
+
+    def logits(hidden_CD: mx.array, *weights: mx.array) -> mx.array:
+        return hidden_CD @ weights[0].T if weights else head(hidden_CD)
+
+    loss_and_gradients = _loss_and_gradients(logits, targets_S, label_smoothing)
+    return loss_and_gradients(hidden_SD, *trained)[0]
 
 
 def head_log_probs(
@@ -98,32 +105,42 @@ def _parts(num_tokens: int) -> Iterator[slice]:
         yield slice(start, start + HEAD_CHUNK_TOKENS)
 
 
-def _loss_and_gradient(
-    head: Head, targets_S: mx.array, label_smoothing: float
-) -> Callable[[mx.array], tuple[mx.array, ...]]:
-    """Give a function from inputs of the head to the loss and, beside it, its own gradient."""
+def _loss_and_gradients(
+    logits: Callable[..., mx.array], targets_S: mx.array, label_smoothing: float
+) -> Callable[..., tuple[mx.array, ...]]:
+    """Give a function to the loss and, beside it, its own gradients at the inputs and weights."""
 
-    def chunk_loss(hidden_CD: mx.array, targets_C: mx.array) -> mx.array:
-        logits_CV = head(hidden_CD).astype(mx.float32)
+    def chunk_loss(targets_C: mx.array, hidden_CD: mx.array, *weights: mx.array) -> mx.array:
+        logits_CV = logits(hidden_CD, *weights).astype(mx.float32)
         loss: mx.array = nn.losses.cross_entropy(
             logits_CV, targets_C, label_smoothing=label_smoothing, reduction="sum"
         )
         return loss
 
     @mx.custom_function
-    def loss_and_gradient(hidden_SD: mx.array) -> tuple[mx.array, ...]:
+    def loss_and_gradients(hidden_SD: mx.array, *weights: mx.array) -> tuple[mx.array, ...]:
         loss_sum = mx.array(0.0)
         grads: list[mx.array] = []
+        of_weights = [mx.zeros(weight.shape, mx.float32) for weight in weights]
+        # Of a single one MLX gives no tuple.
+        wanted = list(range(1, 2 + len(weights))) if weights else 1
         for part in _parts(hidden_SD.shape[0]):
-            loss, grad_CD = mx.value_and_grad(chunk_loss)(hidden_SD[part], targets_S[part])
+            loss, found = mx.value_and_grad(chunk_loss, argnums=wanted)(
+                targets_S[part], hidden_SD[part], *weights
+            )
+            grad_CD, *more = found if weights else [found]
             loss_sum = loss_sum + loss
             grads.append(grad_CD)
-        return loss_sum, mx.concatenate(grads)
+            of_weights = [total + grad for total, grad in zip(of_weights, more, strict=True)]
+        return loss_sum, mx.concatenate(grads), *of_weights
 
-    @loss_and_gradient.vjp
-    def _(
-        primals: mx.array, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
-    ) -> mx.array:
-        return (cotangents[0] * outputs[1]).astype(outputs[1].dtype)
+    @loss_and_gradients.vjp
+    def _(primals: Any, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> Any:
+        inputs = primals if isinstance(primals, (tuple, list)) else (primals,)
+        found = tuple(
+            (cotangents[0] * grad).astype(value.dtype)
+            for value, grad in zip(inputs, outputs[1:], strict=True)
+        )
+        return found if len(found) > 1 else found[0]
 
-    return cast(Callable[[mx.array], tuple[mx.array, ...]], loss_and_gradient)
+    return cast(Callable[..., tuple[mx.array, ...]], loss_and_gradients)

@@ -41,6 +41,9 @@ class Slot:
     dropout: Dropout | None = None
     is_off: bool = False  # the base alone
 
+    def put(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+
 
 class LoraLinear(nn.Module):  # type: ignore[misc]
     """A frozen projection plus `scale * (dropout(x) A) B`, computed in float32.

@@ -6,6 +6,7 @@ twice. Must not know adapters or training.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -43,9 +44,18 @@ def checked_device(device: str) -> mx.Device:
 
 
 def load_base_model(
-    spec: ModelSpec, stage: StageSpec, tensors: TensorSource, *, device: str, options: StageOptions
+    spec: ModelSpec,
+    stage: StageSpec,
+    tensors: TensorSource,
+    *,
+    device: str,
+    options: StageOptions,
+    on_read: Callable[[str, HostTensor], None] = lambda name, tensor: None,
 ) -> Any:
-    """Give an mlx_lm model with only this stage's modules, weights frozen and in memory."""
+    """Give an mlx_lm model with only this stage's modules, weights frozen and in memory.
+
+    `on_read` is shown each dense weight as the files have it, by its global name.
+    """
     dtype = MLX_DTYPES[options.compute_dtype]
     config = {**spec.explicit_config(), "num_hidden_layers": stage.num_layers}
     model_class, args_class = _get_classes(config)
@@ -57,6 +67,7 @@ def load_base_model(
         if isinstance(read, PackedMatrix):
             _put_packed(model, local_name, read, dtype=dtype, fused=device == "gpu")
             continue
+        on_read(global_name(local_name, stage), read)
         array = to_mlx(read, dtype)
         mx.eval(array)
         model.load_weights([(local_name, array)], strict=False)

@@ -10,7 +10,7 @@ Shapes: B sequences, T positions, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,71 +21,29 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from exo_train.backends.base import Arrays, MicrobatchInput, Stage, StageOptions
+from exo_train.backends.base import Arrays, MicrobatchInput, StageOptions
 from exo_train.backends.lora import (
     dropout_of,
-    initial_adapter,
     select_arrays,
-    stage_placements,
 )
 from exo_train.backends.memory import memory_errors_named, peak_process_bytes
 from exo_train.backends.mlx_finite import first_bad_gradient, first_bad_value
+from exo_train.backends.mlx_full import in_parts, rows_added
 from exo_train.backends.mlx_head import differentiable_log_probs, head_log_probs, head_loss
-from exo_train.backends.mlx_lora import Adapter, Slot, attach, magnitudes
+from exo_train.backends.mlx_lora import Adapter, Slot
 from exo_train.backends.mlx_masks import layer_masks
-from exo_train.backends.mlx_model import (
-    MLX_DTYPES,
-    checked_device,
-    head_logits,
-    load_base_model,
-    to_host,
-    to_mlx,
-)
+from exo_train.backends.mlx_model import MLX_DTYPES, checked_device, head_logits, to_host, to_mlx
 from exo_train.backends.mlx_noise import with_noise
 from exo_train.backends.noise import noise_of
 from exo_train.backends.optimizers import Optimizer
 from exo_train.backends.preference import PairLoss, Pairs, PairSums
-from exo_train.backends.stage_model import input_name, layer_windows
+from exo_train.backends.stage_model import input_name
 from exo_train.errors import DoesNotFitError
-from exo_train.lora_config import LoraConfig, Placement
-from exo_train.models.spec import ModelSpec
-from exo_train.models.tensors import TensorSource
+from exo_train.lora_config import LoraConfig
+from exo_train.models.spec import EMBEDDING, FINAL_NORM
 from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.stages import StageSpec
 from exo_train.wire.tensor import HostTensor
-
-
-def load_stage(
-    spec: ModelSpec,
-    stage: StageSpec,
-    tensors: TensorSource,
-    *,
-    device: str,
-    lora: LoraConfig,
-    optimizer: OptimizerConfig,
-    options: StageOptions,
-) -> Stage:
-    """Read this stage's tensors, and no others, and make it ready to train on `device`."""
-    named = memory_errors_named(
-        stage, device, doing="loading", checkpointed=options.checkpoint_activations
-    )
-    with mx.stream(checked_device(device)), named:
-        model = load_base_model(spec, stage, tensors, device=device, options=options)
-        placements = stage_placements(spec, stage, lora)
-        arrays = initial_adapter(spec, stage, lora, seed=options.seed, init=options.adapter_init)
-        if lora.dora:
-            arrays |= magnitudes(model, stage, placements)
-        return MlxStage(
-            stage,
-            model,
-            arrays,
-            placements=placements,
-            device=device,
-            windows=layer_windows(spec, stage),
-            lora=lora,
-            optimizer=optimizer,
-            options=options,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +61,12 @@ class MlxStage:
         self,
         stage: StageSpec,
         model: Any,
-        arrays: Arrays,
+        adapter: Adapter,
         *,
-        placements: Sequence[Placement],
+        put: Callable[[Adapter], None],
+        head_name: str,
+        shared: Sequence[str],
+        slot: Slot,
         device: str,
         windows: list[int | None],
         lora: LoraConfig,
@@ -117,17 +78,21 @@ class MlxStage:
         self._memory_errors_named = partial(
             memory_errors_named, stage, device, checkpointed=options.checkpoint_activations
         )
-        self._slot = Slot(dtype=MLX_DTYPES[options.compute_dtype])
-        attach(model, stage, placements, arrays, self._slot)
-        self._adapter: Adapter = {name: mx.array(array) for name, array in arrays.items()}
+        self._adapter, self._put, self._slot = adapter, put, slot
+        self._trains_weights = lora.full  # in the dtype of computing; an adapter in float32
         self._names = [
-            [name for name in arrays if name.startswith(f"model.layers.{layer}.")]
+            [name for name in adapter if name.startswith(f"model.layers.{layer}.")]
             for layer in stage.layers
         ]
+        self._norm_names = [name for name in adapter if name == FINAL_NORM]
+        self._head_name = head_name if stage.head and head_name in adapter else ""
+        self._embeds_trained = stage.embedding and EMBEDDING in adapter
         self._optimizer = Optimizer(
-            optimizer, self._shapes(), xp=mx, from_numpy=lambda a: mx.array(a)
+            optimizer, self._shapes(), xp=mx, from_numpy=lambda a: mx.array(a), shared=shared
         )
         mx.eval(self._adapter, self._optimizer.arrays)
+        self._computing: Adapter = {}
+        self._refresh(self._adapter)
         self._stash: dict[int, _Stashed] = {}
         self._pairs = Pairs(options.objective)
         self.begin_step(step=0, loss_scale=1.0)
@@ -145,7 +110,7 @@ class MlxStage:
             self._slot.is_off = True
             try:
                 input_BTD = self._input(microbatch, noisy=False)
-                output_BTD = self._run(self._adapter, input_BTD, microbatch, drops=False)
+                output_BTD = self._run(self._computing, input_BTD, microbatch, drops=False)
                 if not self._stage.head:
                     return to_host(output_BTD, self._options.wire_dtype)
                 targets_BT, mask_BT = microbatch.supervision()
@@ -164,7 +129,7 @@ class MlxStage:
                 )
                 return None
             self._stash[microbatch.index] = _Stashed(microbatch=microbatch)
-            output_BTD = self._run(self._adapter, self._input(microbatch), microbatch)
+            output_BTD = self._run(self._computing, self._input(microbatch), microbatch)
             return to_host(output_BTD, self._options.wire_dtype)
 
     def _forward_with_loss(self, microbatch: MicrobatchInput) -> HostTensor | None:
@@ -181,9 +146,13 @@ class MlxStage:
         def loss(adapter: Adapter, input_BTD: mx.array) -> mx.array:
             hidden_BTD = self._run(adapter, input_BTD, microbatch)
             if not objective.has_pairs:
-                smoothing = objective.label_smoothing
                 return head_loss(
-                    self._head, hidden_BTD, targets_BT, mask_BT, label_smoothing=smoothing
+                    self._head,
+                    hidden_BTD,
+                    targets_BT,
+                    mask_BT,
+                    label_smoothing=objective.label_smoothing,
+                    weight_VD=adapter.get(self._head_name),
                 )
             log_probs_S = differentiable_log_probs(self._head, hidden_BTD, targets_BT, mask_BT)
             found.append(self._pairs.loss(microbatch.index, np.array(log_probs_S), mask_BT))
@@ -214,7 +183,7 @@ class MlxStage:
     def evaluate(self, microbatch: MicrobatchInput) -> HostTensor | float:
         with self._on_device(f"evaluating {microbatch}"):
             input_BTD = self._input(microbatch, noisy=False)
-            output_BTD = self._run(self._adapter, input_BTD, microbatch, drops=False)
+            output_BTD = self._run(self._computing, input_BTD, microbatch, drops=False)
             if not self._stage.head:
                 return to_host(output_BTD, self._options.wire_dtype)
             targets_BT, mask_BT = microbatch.supervision()
@@ -234,13 +203,16 @@ class MlxStage:
         return self._pairs.take_sums()
 
     def grad_square_sum(self) -> float:
+        counted = dict(self._gradients)
+        if not self._stage.embedding:
+            counted.pop(EMBEDDING, None)  # a tied matrix counts on the first stage
         with self._on_device("adding up its gradients"):
-            return sum(float(mx.square(gradient).sum()) for gradient in self._gradients.values())
+            return sum(float(mx.square(gradient).sum()) for gradient in counted.values())
 
     def find_bad_activation(self, microbatch: MicrobatchInput, *, evaluation: bool = False) -> str:
         with self._on_device(f"looking for a bad value in {microbatch}"):
             input_BTD = self._input(microbatch, noisy=not evaluation)
-            outputs = self._outputs(self._adapter, input_BTD, microbatch, drops=not evaluation)
+            outputs = self._outputs(self._computing, input_BTD, microbatch, drops=not evaluation)
             return first_bad_value(
                 chain([(input_name(self._stage, self._options), input_BTD)], outputs)
             )
@@ -253,9 +225,11 @@ class MlxStage:
         with self._on_device("updating its adapter"):
             scaled = {name: value * grad_scale for name, value in self._gradients.items()}
             updated = self._optimizer.updated(self._adapter, scaled, learning_rate=learning_rate)
-            self._adapter = dict(updated)
-            self._gradients = scaled
-            mx.eval(self._adapter, self._gradients, self._optimizer.arrays)
+            for new in in_parts(updated):
+                self._adapter |= new
+                self._gradients |= {name: scaled[name] for name in new}
+                mx.eval(self._adapter, self._gradients, self._optimizer.arrays)
+                self._refresh(new)
 
     def adapter(self) -> Arrays:
         with self._on_device("giving its adapter"):
@@ -265,14 +239,24 @@ class MlxStage:
         with self._on_device("giving its gradients"):
             return {name: np.array(value) for name, value in self._gradients.items()}
 
+    def gradient_of(self, name: str) -> np.ndarray:
+        with self._on_device("giving a gradient"):
+            return np.array(self._gradients[name])
+
+    def set_gradient(self, name: str, gradient: np.ndarray) -> None:
+        with self._on_device("taking a gradient"):
+            self._gradients[name] = mx.array(gradient)
+
     def load_adapter(self, arrays: Mapping[str, np.ndarray]) -> None:
         chosen = select_arrays(arrays, self._shapes(), layers=self._stage.layers)
         with self._on_device("taking an adapter"):
-            self._adapter = {name: mx.array(chosen[name]) for name in self._adapter}
+            for name in self._adapter:
+                self._adapter[name] = mx.array(chosen[name])
+            self._refresh(self._adapter)
 
     def optimizer_state(self) -> Arrays:
         with self._on_device("giving its optimizer's state"):
-            return self._optimizer.state(np.array)
+            return self._optimizer.state()
 
     def load_optimizer_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         with self._on_device("taking an optimizer's state"):
@@ -290,7 +274,7 @@ class MlxStage:
                 embedded_BTD = self._embed(np.array([unseen]))
                 alone = MicrobatchInput(index=0)
                 hidden_BTD = self._run(
-                    self._adapter, embedded_BTD, alone, drops=False, caches=caches
+                    self._computing, embedded_BTD, alone, drops=False, caches=caches
                 )
                 return np.array(self._head(hidden_BTD[0, -1]).astype(mx.float32))
 
@@ -308,7 +292,7 @@ class MlxStage:
                 yield
         except DoesNotFitError:
             self._stash.clear()  # the step cannot be finished any more
-            self._slot.adapter = {}
+            self._put(self._computing)
             raise
 
     def _head(self, hidden: mx.array) -> mx.array:
@@ -355,13 +339,14 @@ class MlxStage:
                 block = mx.checkpoint(block)
             hidden_BTD = block({name: adapter[name] for name in self._names[index]}, hidden_BTD)
             yield f"layer {self._stage.start + index}", hidden_BTD
+        self._put({name: adapter[name] for name in self._norm_names})
         yield "the final norm", self._model.model.norm(hidden_BTD)
 
     def _block(self, index: int, mask: Any, cache: Any) -> Callable[[Adapter, mx.array], mx.array]:
         """Give one decoder layer as a function of its adapter, for differentiation."""
 
         def block(layer_adapter: Adapter, hidden_BTD: mx.array) -> mx.array:
-            self._slot.adapter = layer_adapter
+            self._put(layer_adapter)
             output_BTD: mx.array = self._model.model.layers[index](hidden_BTD, mask, cache)
             return output_BTD
 
@@ -375,21 +360,36 @@ class MlxStage:
     ) -> tuple[mx.array, HostTensor | None]:
         """Accumulate the adapter's gradients; give the output, and the input's gradient.
 
-        The first stage has no use for a gradient at its embedding, so none is computed.
+        Where the embedding is frozen nobody has a use for a gradient there, so none is computed.
         """
         input_BTD = self._input(microbatch)
-        names = list(self._adapter)
-        primals = [*self._adapter.values(), *([] if self._stage.embedding else [input_BTD])]
+        # Looking rows up is done before: without a head, the embedding has no part in `run`.
+        names = [n for n in self._computing if n != EMBEDDING or n == self._head_name]
+        wants_gradient = self._embeds_trained or not self._stage.embedding
+        primals = [self._computing[name] for name in names] + [input_BTD] * wants_gradient
 
         def flat(*arrays: mx.array) -> mx.array:
             adapter = dict(zip(names, arrays, strict=False))
-            return run(adapter, input_BTD if self._stage.embedding else arrays[-1])
+            return run(adapter, arrays[-1] if wants_gradient else input_BTD)
 
         (output,), grads = mx.vjp(flat, primals, [grad])
-        self._slot.adapter = {}
+        self._put(self._computing)  # tracers must not stay
         for name, gradient in zip(names, grads, strict=False):
             self._gradients[name] = self._gradients[name] + gradient
+        if self._embeds_trained:  # noise was added, so its gradient is the input's
+            assert microbatch.tokens_BT is not None
+            total_VD = self._gradients[EMBEDDING]
+            self._gradients[EMBEDDING] = rows_added(total_VD, microbatch.tokens_BT, grads[-1])
         mx.eval(output, self._gradients, grads[len(names) :])
         if self._stage.embedding:
             return output, None
         return output, to_host(grads[-1], self._options.wire_dtype)
+
+    def _refresh(self, names: Iterable[str]) -> None:
+        """Have the modules compute with what is trained as it is now."""
+        new = {name: self._adapter[name] for name in names}
+        if self._trains_weights:
+            new = {name: value.astype(self._slot.dtype) for name, value in new.items()}
+            mx.eval(new)
+            self._put(new)
+        self._computing |= new

@@ -9,8 +9,8 @@ Arrays are float32 and belong to whichever framework, so they are `Any` here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from exo_train.optimizer_config import OptimizerConfig
 
 Shape = tuple[int, ...]
 Slots = dict[str, Any]
+# Norms and biases of a model are not pulled to zero: BERT's rule, and transformers' since.
+UNDECAYED = ("norm.weight", ".bias")
 ADAFACTOR_EPSILON, ADAFACTOR_DECAY = 1e-30, -0.8
 NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, NEWTON_SCHULZ_EPSILON = (3.4445, -4.7750, 2.0315), 5, 1e-7
 
@@ -34,6 +36,7 @@ class _Turn:
     slots: Slots
     rate: float
     count: int
+    decays: bool
 
 
 # (options, xp, turn) -> the new value and slots
@@ -50,7 +53,11 @@ def state_shapes(config: OptimizerConfig, adapter: Mapping[str, Shape]) -> dict[
 
 
 class Optimizer:
-    """Moves a stage's adapter; begins with zeros and no update taken."""
+    """Moves a stage's adapter; begins with zeros and no update taken.
+
+    What is `shared` with another rank is moved in NumPy: frameworks and devices round differently,
+    and both ranks are to have the same bits.
+    """
 
     def __init__(
         self,
@@ -59,14 +66,16 @@ class Optimizer:
         *,
         xp: Any,
         from_numpy: Callable[[np.ndarray], Any],
+        to_numpy: Callable[[Any], np.ndarray] = np.array,
+        shared: Collection[str] = (),
     ) -> None:
         self._config, self._shapes, self._xp = config, dict(shapes), xp
-        self._from_numpy = from_numpy
+        self._from_numpy, self._to_numpy = from_numpy, to_numpy
+        self._shared = frozenset(shared)
         self.num_updates = 0
-        self.arrays = {
-            name: from_numpy(np.zeros(shape, np.float32))
-            for name, shape in state_shapes(config, shapes).items()
-        }
+        self.arrays = self._placed(
+            {n: np.zeros(shape, np.float32) for n, shape in state_shapes(config, shapes).items()}
+        )
 
     def updated(
         self, adapter: Mapping[str, Any], gradients: Mapping[str, Any], *, learning_rate: float
@@ -85,27 +94,48 @@ class Optimizer:
                 },
                 rate=learning_rate * faster,
                 count=self.num_updates,
+                decays=not name.endswith(UNDECAYED),
             )
             rule = RULES[self._config.rule_of(name, shape)]
-            new, slots = rule(self._config, self._xp, turn)
+            if name in self._shared:
+                value, gradient = self._to_numpy(turn.value), self._to_numpy(turn.gradient)
+                here = replace(turn, value=value, gradient=gradient)
+                new, slots = rule(self._config, np, here)
+                new = self._from_numpy(new)
+            else:
+                new, slots = rule(self._config, self._xp, turn)
             self.arrays.update({f"{name}.{slot}": array for slot, array in slots.items()})
             yield name, new
 
-    def state(self, to_numpy: Callable[[Any], np.ndarray]) -> Arrays:
+    def state(self) -> Arrays:
         """Copy the state out, with the number of updates as `step`, int64 of shape ()."""
-        step = np.array(self.num_updates, np.int64)
-        return {"step": step} | {name: to_numpy(array) for name, array in self.arrays.items()}
+        arrays: Arrays = {"step": np.array(self.num_updates, np.int64)}
+        for name, array in self.arrays.items():
+            is_here = isinstance(array, np.ndarray)
+            arrays[name] = array.copy() if is_here else self._to_numpy(array)
+        return arrays
 
     def load(self, given: Mapping[str, np.ndarray], *, layers: range) -> None:
         """Take this stage's part out of `given`; raises ConfigError where it does not fit."""
         expected = state_shapes(self._config, self._shapes)
         chosen = select_arrays(given, expected, layers=layers)
-        self.arrays = {name: self._from_numpy(array) for name, array in chosen.items()}
+        self.arrays = self._placed(chosen)
         self.num_updates = int(given["step"])
+
+    def _placed(self, arrays: Arrays) -> dict[str, Any]:
+        """Give the state as it is kept: that of shared arrays stays NumPy's."""
+        kept = {
+            f"{name}.{slot}"
+            for name in self._shared
+            for slot in self._config.slots(name, self._shapes[name])
+        }
+        return {n: array if n in kept else self._from_numpy(array) for n, array in arrays.items()}
 
 
 def _decayed(config: OptimizerConfig, turn: _Turn) -> Any:
     """Decay apart from the gradient, in all rules: Loshchilov & Hutter 2017, arXiv:1711.05101."""
+    if not turn.decays:
+        return turn.value
     return (1 - turn.rate * config.weight_decay) * turn.value
 
 

@@ -21,8 +21,8 @@ from exo_train.plan.stages import StageSpec
 # In order of preference: where MLX runs on a GPU it is the faster one.
 _PACKAGES = {"mlx": ("mlx", "mlx_lm"), "torch": ("torch",)}
 _MODULES = {
-    "mlx": "exo_train.backends.mlx_stage",
-    "torch": "exo_train.backends.torch_stage",
+    "mlx": "exo_train.backends.mlx_backend",
+    "torch": "exo_train.backends.torch_backend",
 }
 _INSTALL = {"mlx": "pip install mlx mlx-lm", "torch": "pip install 'exo-train[torch]'"}
 

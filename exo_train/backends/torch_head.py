@@ -1,21 +1,22 @@
 """Loss of the last stage in PyTorch, a bounded number of tokens at a time.
 
-The head is frozen, so the gradient at its input is made chunk by chunk in the forward and no
-logits live until the backward. Must not touch the layers' graph.
+Nothing comes after the loss, so the gradients at the head's input and of its weight are made chunk
+by chunk in the forward, and no logits live until the backward. Must not touch the layers' graph.
 
 Shapes: B sequences, T positions, N = B*T, D hidden size, C tokens of a chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from exo_train.backends.base import HEAD_CHUNK_TOKENS
 
-Head = Callable[[torch.Tensor], torch.Tensor]
+Head = Any  # a module from hidden states to logits; a trained one has its `weight`
 
 
 def head_loss(
@@ -37,8 +38,11 @@ def head_loss_and_gradient(
     *,
     loss_scale: float,
     label_smoothing: float = 0.0,
+    weight_grad: torch.Tensor | None = None,
 ) -> tuple[float, torch.Tensor]:
     """Give the summed loss, and the gradient of loss * `loss_scale` at `hidden_BTD`.
+
+    That of the head's weight is added to `weight_grad`, where it is trained.
 
     Smoothing s makes a target 1 - s of itself and s of all V alike (Szegedy et al. 2015,
     arXiv:1512.00567, section 7).
@@ -51,8 +55,10 @@ def head_loss_and_gradient(
         hidden_CD.requires_grad_()
         with torch.enable_grad():
             loss = _cross_entropy(head, hidden_CD, targets_C, label_smoothing)
-        (grad_CD,) = torch.autograd.grad(loss * loss_scale, hidden_CD)
-        grad_ND[rows_C] = grad_CD
+        wanted = [hidden_CD] if weight_grad is None else [hidden_CD, head.weight]
+        grad_ND[rows_C], *of_weight = torch.autograd.grad(loss * loss_scale, wanted)
+        if weight_grad is not None:
+            weight_grad += of_weight[0]
         loss_sum += float(loss.detach())
     return loss_sum, grad_BTD
 

@@ -7,6 +7,7 @@ twice. Must not know adapters or training.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,12 @@ def load_base_model(
     *,
     device: torch.device,
     options: StageOptions,
+    on_read: Callable[[str, HostTensor], None] = lambda name, tensor: None,
 ) -> Any:
-    """Give a transformers causal model with only this stage's modules, weights frozen."""
+    """Give a transformers causal model with only this stage's modules, weights frozen.
+
+    `on_read` is shown each dense weight as the files have it, by its global name.
+    """
     dtype = TORCH_DTYPES[options.compute_dtype]
     config = stage_config(spec, stage)
     with torch.device("meta"):
@@ -49,13 +54,12 @@ def load_base_model(
         model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
     model.eval().requires_grad_(False)
     for local_name, _ in list(model.named_parameters()):
-        name = global_name(local_name, stage)
-        if name == LM_HEAD and spec.tied_embeddings:
-            name = EMBEDDING
+        name = model_name(local_name, spec, stage)
         read = read_weight(tensors, name, options)
         if isinstance(read, PackedMatrix):
             _put_packed(model, local_name, read, device=device, dtype=dtype)
         else:
+            on_read(name, read)
             weight = to_torch(read, device=device, dtype=dtype)
             model.load_state_dict({local_name: weight}, strict=False, assign=True)
             del weight
@@ -70,6 +74,12 @@ def load_base_model(
         if value.is_meta:
             raise ModelError(f"{name} got no value from the model's files; use another model")
     return model
+
+
+def model_name(local_name: str, spec: ModelSpec, stage: StageSpec) -> str:
+    """Give the name in the model's files of one of the stage's parameters."""
+    name = global_name(local_name, stage)
+    return EMBEDDING if name == LM_HEAD and spec.tied_embeddings else name
 
 
 def _put_packed(

@@ -20,13 +20,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
-from exo_train.backends.base import Arrays, MicrobatchInput, Stage, StageOptions
+from exo_train.backends.base import Arrays, MicrobatchInput, StageOptions
 from exo_train.backends.lora import (
     Dropout,
     dropout_of,
-    initial_adapter,
     select_arrays,
-    stage_placements,
 )
 from exo_train.backends.memory import memory_errors_named, peak_process_bytes
 from exo_train.backends.noise import noise_of
@@ -34,73 +32,27 @@ from exo_train.backends.optimizers import Optimizer
 from exo_train.backends.preference import Pairs, PairSums
 from exo_train.backends.stage_model import input_name
 from exo_train.backends.torch_finite import all_finite, first_bad_gradient, outputs_watched
+from exo_train.backends.torch_full import Trained
 from exo_train.backends.torch_head import (
     head_log_probs,
     head_log_probs_and_gradients,
     head_loss,
     head_loss_and_gradient,
 )
-from exo_train.backends.torch_lora import DropoutSlot, attach, magnitudes
+from exo_train.backends.torch_lora import DropoutSlot
 from exo_train.backends.torch_masks import attention_arguments
 from exo_train.backends.torch_model import (
     TORCH_DTYPES,
-    load_base_model,
     to_host,
     to_torch,
 )
 from exo_train.backends.torch_noise import with_noise
-from exo_train.errors import ConfigError, DoesNotFitError
-from exo_train.lora_config import LoraConfig, Placement
-from exo_train.models.spec import ModelSpec
-from exo_train.models.tensors import TensorSource
+from exo_train.errors import DoesNotFitError
+from exo_train.lora_config import LoraConfig
+from exo_train.models.spec import EMBEDDING
 from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.stages import StageSpec
 from exo_train.wire.tensor import HostTensor
-
-
-def load_stage(
-    spec: ModelSpec,
-    stage: StageSpec,
-    tensors: TensorSource,
-    *,
-    device: str,
-    lora: LoraConfig,
-    optimizer: OptimizerConfig,
-    options: StageOptions,
-) -> Stage:
-    """Read this stage's tensors, and no others, and make it ready to train on `device`."""
-    torch_device = _checked_device(device)
-    with memory_errors_named(
-        stage, device, doing="loading", checkpointed=options.checkpoint_activations
-    ):
-        model = load_base_model(spec, stage, tensors, device=torch_device, options=options)
-        placements = stage_placements(spec, stage, lora)
-        arrays = initial_adapter(spec, stage, lora, seed=options.seed, init=options.adapter_init)
-        if lora.dora:
-            arrays |= magnitudes(model, stage, placements)
-        return TorchStage(
-            stage,
-            model,
-            arrays,
-            placements=placements,
-            device=torch_device,
-            lora=lora,
-            optimizer=optimizer,
-            options=options,
-        )
-
-
-def _checked_device(device: str) -> torch.device:
-    try:
-        value = torch.device(device)
-    except RuntimeError:
-        raise ConfigError(f"PyTorch knows no device '{device}'; use cpu or cuda:0.") from None
-    if value.type == "cuda" and (value.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"Device '{device}' was asked for and PyTorch sees {torch.cuda.device_count()} CUDA "
-            "devices; install the NVIDIA driver and a CUDA build of torch, or use --device cpu."
-        )
-    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +60,7 @@ class _Stashed:
     """A microbatch between forward and backward; the output holds the graph."""
 
     name: str
+    tokens_BT: np.ndarray | None
     input_BTD: torch.Tensor
     output_BTD: torch.Tensor
     loss_grad_BTD: torch.Tensor | None
@@ -121,9 +74,12 @@ class TorchStage:
         self,
         stage: StageSpec,
         model: Any,
-        arrays: Arrays,
+        adapter: Trained,
         *,
-        placements: Sequence[Placement],
+        head_name: str,
+        shared: Sequence[str],
+        refresh: Callable[[], None],
+        slot: DropoutSlot,
         device: torch.device,
         lora: LoraConfig,
         optimizer: OptimizerConfig,
@@ -131,17 +87,16 @@ class TorchStage:
     ) -> None:
         self._stage, self._model, self._device, self._options = stage, model, device, options
         self._dropout_rate = lora.dropout
-        self._slot = DropoutSlot(dtype=TORCH_DTYPES[options.compute_dtype])
-        self._adapter = {
-            name: torch.nn.Parameter(torch.from_numpy(array).to(device))
-            for name, array in arrays.items()
-        }
-        attach(model, stage, placements, self._adapter, self._slot)
+        self._adapter, self._refresh, self._slot = adapter, refresh, slot
+        self._head_name = head_name
+        self._embeds_trained = stage.embedding and EMBEDDING in adapter
         self._optimizer = Optimizer(
             optimizer,
             self._shapes(),
             xp=torch,
             from_numpy=lambda array: torch.from_numpy(array).to(device),
+            to_numpy=_numpy_copy,
+            shared=shared,
         )
         if options.checkpoint_activations:
             for block in model.model.layers:
@@ -175,8 +130,9 @@ class TorchStage:
 
     def forward(self, microbatch: MicrobatchInput) -> HostTensor | None:
         with self._computing(f"doing the forward of {microbatch}"):
-            # The first stage has no use for a gradient at its embedding.
-            input_BTD = self._input(microbatch).requires_grad_(not self._stage.embedding)
+            # A first stage whose embedding is frozen has no use for a gradient there.
+            wants_gradient = self._embeds_trained or not self._stage.embedding
+            input_BTD = self._input(microbatch).requires_grad_(wants_gradient)
             dropout = self._dropout(microbatch)
             output_BTD = self._run(input_BTD, dropout, microbatch.row_starts)
             loss_grad_BTD = None
@@ -185,6 +141,7 @@ class TorchStage:
                 self._loss_sum += loss_sum
             self._stash[microbatch.index] = _Stashed(
                 name=str(microbatch),
+                tokens_BT=microbatch.tokens_BT,
                 input_BTD=input_BTD,
                 output_BTD=output_BTD,
                 loss_grad_BTD=loss_grad_BTD,
@@ -199,6 +156,7 @@ class TorchStage:
         head, objective = self._model.lm_head, self._options.objective
         targets_BT, mask_BT = microbatch.supervision()
         if not objective.has_pairs:
+            trained_head = self._adapter.get(self._head_name)
             return head_loss_and_gradient(
                 head,
                 output_BTD,
@@ -206,6 +164,7 @@ class TorchStage:
                 mask_BT,
                 loss_scale=self._loss_scale,
                 label_smoothing=objective.label_smoothing,
+                weight_grad=None if trained_head is None else trained_head.grad,
             )
         log_probs_S, grad_BTD = head_log_probs_and_gradients(head, output_BTD, targets_BT, mask_BT)
         loss = self._pairs.loss(microbatch.index, log_probs_S, mask_BT)
@@ -223,6 +182,8 @@ class TorchStage:
             self._slot.dropout, self._slot.is_off = stashed.dropout, False
             if stashed.output_BTD.requires_grad:  # not on a first stage without an adapter
                 torch.autograd.backward(stashed.output_BTD, gradient)
+            if self._embeds_trained:
+                self._add_to_embedding(stashed)
             if self._stage.embedding:
                 return None
             assert stashed.input_BTD.grad is not None
@@ -250,7 +211,12 @@ class TorchStage:
 
     def grad_square_sum(self) -> float:
         with self._memory_errors_named("adding up its gradients"):
-            return sum(float(gradient.square().sum()) for gradient in self._gradients().values())
+            return sum(
+                float(gradient.square().sum())
+                for name, gradient in self._gradients().items()
+                # The tied matrix counts on the first stage.
+                if name != EMBEDDING or self._stage.embedding
+            )
 
     def find_bad_activation(self, microbatch: MicrobatchInput, *, evaluation: bool = False) -> str:
         with self._computing(f"looking for a bad value in {microbatch}"), torch.no_grad():
@@ -276,6 +242,7 @@ class TorchStage:
             updated = self._optimizer.updated(self._adapter, gradients, learning_rate=learning_rate)
             for name, value in updated:
                 self._adapter[name].copy_(value)
+            self._refresh()
 
     def adapter(self) -> Arrays:
         with self._memory_errors_named("giving its adapter"):
@@ -285,15 +252,24 @@ class TorchStage:
         with self._memory_errors_named("giving its gradients"):
             return {name: _numpy_copy(gradient) for name, gradient in self._gradients().items()}
 
+    def gradient_of(self, name: str) -> np.ndarray:
+        with self._memory_errors_named("giving a gradient"):
+            return _numpy_copy(self._gradients()[name])
+
+    def set_gradient(self, name: str, gradient: np.ndarray) -> None:
+        with self._memory_errors_named("taking a gradient"):
+            self._gradients()[name].copy_(torch.from_numpy(gradient))
+
     def load_adapter(self, arrays: Mapping[str, np.ndarray]) -> None:
         chosen = select_arrays(arrays, self._shapes(), layers=self._stage.layers)
         with self._memory_errors_named("taking an adapter"), torch.no_grad():
             for name, value in self._adapter.items():
                 value.copy_(torch.from_numpy(chosen[name]))
+            self._refresh()
 
     def optimizer_state(self) -> Arrays:
         with self._memory_errors_named("giving its optimizer's state"):
-            return self._optimizer.state(_numpy_copy)
+            return self._optimizer.state()
 
     def load_optimizer_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         with self._memory_errors_named("taking an optimizer's state"):
@@ -351,10 +327,20 @@ class TorchStage:
             tokens_BT = torch.from_numpy(microbatch.tokens_BT.astype(np.int64)).to(self._device)
             alpha = self._options.neftune_alpha if noisy else 0.0
             noise = noise_of(microbatch, alpha, seed=self._options.seed, step=self._step)
-            return with_noise(self._model.model.embed_tokens(tokens_BT), noise)
+            with torch.no_grad():  # its gradient is `_add_to_embedding`'s
+                return with_noise(self._model.model.embed_tokens(tokens_BT), noise)
         assert microbatch.hidden_BTD is not None
         dtype = TORCH_DTYPES[self._options.compute_dtype]
         return to_torch(microbatch.hidden_BTD, device=self._device, dtype=dtype)
+
+    def _add_to_embedding(self, stashed: _Stashed) -> None:
+        """Add each position's gradient to its token's row; noise was added, so it is the same."""
+        total_VD, grad_BTD = self._adapter[EMBEDDING].grad, stashed.input_BTD.grad
+        assert total_VD is not None
+        assert grad_BTD is not None
+        assert stashed.tokens_BT is not None
+        tokens_N = torch.from_numpy(stashed.tokens_BT.reshape(-1).astype(np.int64))
+        total_VD.index_add_(0, tokens_N.to(self._device), grad_BTD.flatten(0, 1).float())
 
     def _run(
         self,

@@ -136,6 +136,7 @@ def plan_command(**values: Any) -> None:
 PLAN_OPTIONS = (
     "data", "columns", "on_bad_row", "objective", "chat_template", "system_role", "train_turns",
     "batch_size", "microbatch_size", "max_seq_length", "on_long", "packing", "group_by_length",
+    "full",
     "rank", "targets", "adapter_layers", "rank_pattern", "dora", "optimizer", "dtype",
     "checkpoint_activations", "quantize", "base_weights", "min_devices", "profile_s",
 )  # fmt: skip

@@ -140,10 +140,14 @@ def describe(outcome: Outcome) -> str:
         lines.append(
             f"held-out loss: {summary.eval_loss_before:.4f} → {summary.eval_loss_after:.4f}"
         )
+    what = "model is that" if summary.model else "adapters are those"
     if summary.ended_early:
-        lines.append(f"{summary.ended_early}; the adapters are those of step {summary.saved_step}")
+        lines.append(f"{summary.ended_early}; the {what} of step {summary.saved_step}")
     lines.append(f"loss curve: {outcome.run_dir / 'loss.png'}")
-    lines.append(f"adapters: {outcome.run_dir / 'adapters'} (peft/ and mlx/)")
+    if summary.model:
+        lines.append(f"model: {outcome.run_dir / summary.model}")
+    else:
+        lines.append(f"adapters: {outcome.run_dir / 'adapters'} (peft/ and mlx/)")
     try_it = command_line("exo-train", "generate", outcome.run_dir, "--prompt", "Who are you?")
     lines.append(f"try it: {try_it}")
     return "\n".join(lines)

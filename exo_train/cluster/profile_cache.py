@@ -67,6 +67,7 @@ def profile_key(request: ProfileRequest, *, chip: str) -> str:
         "quantize": request.quantize,
         "base_weights": request.base_weights,
         "ranks": densest_layer(request.lora, spec.num_layers),
+        "full": request.lora.full,
         "dora": request.lora.dora,
         "dropout": request.lora.dropout > 0,
         "versions": {"exo-train": exo_train.__version__, **{p: _version(p) for p in packages}},

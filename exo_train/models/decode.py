@@ -30,7 +30,7 @@ from exo_train.wire.tensor import Bytes, DType, HostTensor
 
 GGUF_PREFIX = "GGUF:"
 NF4_ENCODING = "NF4"
-_FLOATS = {"F32": DType.FP32, "F16": DType.FP16, "BF16": DType.BF16}
+FLOATS = {"F32": DType.FP32, "F16": DType.FP16, "BF16": DType.BF16}
 # Blocks that the `gguf` package can turn into float32.
 _QUANTISED = {
     name: gguf.GGMLQuantizationType[name]
@@ -41,7 +41,7 @@ _QUANTISED = {
         *("TQ1_0", "TQ2_0"),
     )
 }
-_STORED_TYPES = frozenset([*_FLOATS, *_QUANTISED])
+_STORED_TYPES = frozenset([*FLOATS, *_QUANTISED])
 _AFFINE = re.compile(r"AFFINE:(\d{1,2}):(\d{1,3}):(F32|F16|BF16)")
 
 
@@ -63,7 +63,7 @@ def packing_of(encoding: str) -> Packing | None:
 
 def is_known_encoding(encoding: str) -> bool:
     return (
-        encoding in _FLOATS
+        encoding in FLOATS
         or _packed_parts(encoding) is not None
         or (encoding.startswith(GGUF_PREFIX) and _stored_type(encoding) in _STORED_TYPES)
     )
@@ -83,8 +83,8 @@ def encoded_num_bytes(encoding: str, shape: tuple[int, ...], *, place: str) -> i
         return 4 * math.prod(words) + numbers * scale_type.num_bytes
     stored = _stored_type(encoding)
     num_elements = math.prod(shape)
-    if stored in _FLOATS:
-        return num_elements * _FLOATS[stored].num_bytes
+    if stored in FLOATS:
+        return num_elements * FLOATS[stored].num_bytes
     block_elements, block_bytes = gguf.GGML_QUANT_SIZES[_QUANTISED[stored]]
     if not shape or shape[-1] % block_elements:
         raise ModelError(
@@ -100,8 +100,8 @@ def decode(info: TensorInfo, raw: Bytes) -> HostTensor:
     if _packed_parts(info.encoding):
         return HostTensor.from_numpy(decode_packed(info, raw).dense())
     stored = _stored_type(info.encoding)
-    if stored in _FLOATS:
-        dtype = _FLOATS[stored]
+    if stored in FLOATS:
+        dtype = FLOATS[stored]
         if not info.rope_heads:
             return HostTensor(dtype, info.shape, raw)
         bits = np.frombuffer(raw, dtype=f"<u{dtype.num_bytes}").reshape(info.shape)
@@ -159,7 +159,7 @@ def _packed_parts(encoding: str) -> tuple[Packing, DType] | None:
     parts = _AFFINE.fullmatch(encoding)
     if parts is None:
         return None
-    return Packing(bits=int(parts[1]), group_size=int(parts[2])), _FLOATS[parts[3]]
+    return Packing(bits=int(parts[1]), group_size=int(parts[2])), FLOATS[parts[3]]
 
 
 def _check_size(info: TensorInfo, raw: Bytes) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from exo_train.errors import ModelError
-from exo_train.models.decode import encoded_num_bytes
+from exo_train.errors import ConfigError, ModelError
+from exo_train.models.decode import FLOATS, GGUF_PREFIX, encoded_num_bytes
 from exo_train.models.gguf_file import GgufFile
 from exo_train.models.nf4_dir import Nf4Dir
 from exo_train.models.packed import NF4_PACKING
@@ -67,3 +67,13 @@ def check_tensors(spec: ModelSpec, infos: Mapping[str, TensorInfo], *, place: st
                 f"the config needs {list(shape)}"
             )
         encoded_num_bytes(info.encoding, info.shape, place=f"{place}: tensor '{name}'")
+
+
+def require_floats(infos: Mapping[str, TensorInfo]) -> None:
+    """Refuse a model whose own weights cannot be trained: raises ConfigError for a packed one."""
+    for name, info in infos.items():
+        if info.encoding.removeprefix(GGUF_PREFIX) not in FLOATS:
+            raise ConfigError(
+                f"'full' trains the weights themselves, and {name} is quantised "
+                f"({info.encoding}): leave --full out, or give the model in F32, F16 or BF16"
+            )

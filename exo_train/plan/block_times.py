@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exo_train.config import QUANTIZE_BITS
 from exo_train.errors import ProtocolError
 from exo_train.lora_config import LoraConfig
 from exo_train.plan.fields import Fields, parse_json
 from exo_train.plan.lora_fields import read_lora
+from exo_train.run_options import QUANTIZE_BITS
 
 SCHEMA = 1
 MAX_REQUEST_CHARS = 2 << 20  # the model's config may have half of it

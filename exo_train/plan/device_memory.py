@@ -23,6 +23,7 @@ from exo_train.plan.memory import (
     ModelShape,
     boundary_cost,
     pseudo_layer_costs,
+    trains_vocabulary,
 )
 from exo_train.plan.profiles import StageCosts
 
@@ -138,6 +139,10 @@ def stage_costs(
     if backend == "mlx":
         layer = _mlx_layer(layer, scores * tokens * sequence, memory)
         head = _mlx_head(head, shape, value_bytes, on_cpu=not is_gpu(backend, device))
+        if trains_vocabulary(shape, lora):
+            # The head's gradient in fp32: of a chunk, of all before, and scaled (derived).
+            matrix_bytes = 3 * FP32_BYTES * shape.vocab_size * shape.hidden_size
+            head = dataclasses.replace(head, workspace_bytes=head.workspace_bytes + matrix_bytes)
     else:
         on_cpu = not is_gpu(backend, device)
         if checkpoint_activations:

@@ -36,6 +36,7 @@ def read_lora(fields: Fields, place: str) -> LoraConfig:
             dora=fields.flag("dora"),
             rank_pattern=fields.each("rank_pattern", most=MAX_NAMES, read=_pair(_rank)),
             alpha_pattern=fields.each("alpha_pattern", most=MAX_NAMES, read=_pair(_alpha)),
+            full=fields.flag("full"),
         )
     try:
         check_words(lora)

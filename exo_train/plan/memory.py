@@ -10,9 +10,15 @@ another backend adds is `device_memory`'s.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from exo_train.lora_config import LoraConfig, densest_layer
+from exo_train.lora_config import (
+    ALL_TARGETS,
+    LoraConfig,
+    chosen_layers,
+    densest_layer,
+    module_path,
+)
 from exo_train.optimizer_config import OptimizerConfig
 
 ADAMW = OptimizerConfig()
@@ -22,6 +28,7 @@ LOGITS_CHUNK_TOKENS = 1024
 DENSE_BLOCK_VALUES = 1 << 24
 
 _FP32_BYTES = 4
+_EMBEDDING, _NORMS = "model.embed_tokens.weight", ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,17 +171,25 @@ def pseudo_layer_costs(
     adapter_bytes = copy_bytes + _FP32_BYTES * num_values
     copies_bytes = (copies.own + copies.neighbours) * copy_bytes
     tied_copies_bytes = shape.num_layers * copies.neighbours * copy_bytes
-    weight_bytes = layer_weight_bytes(shape, activation_bytes)
+    # In fp32 a trained weight is what the layer computes with, else that is a copy.
+    is_held_twice = not lora.full or activation_bytes < _FP32_BYTES
+    weight_bytes = layer_weight_bytes(shape, activation_bytes) * is_held_twice
     layer = LayerCost(
         static_bytes=weight_bytes + adapter_bytes + copies_bytes,
         per_microbatch_bytes=layer_input if checkpoint_activations else activations,
         workspace_bytes=gradients
+        # A weight's new gradient, before it is added (derived).
+        + shape.widest_values * activation_bytes * lora.full
         + (activations if checkpoint_activations else 0)
         + _unpacked_bytes(shape.layer_weights, shape.widest_values, activation_bytes),
         adapter_bytes=adapter_bytes,
         copies_bytes=copies_bytes,
     )
     embedding, head = _vocabulary_costs(shape, n, activation_bytes, tied_copies_bytes)
+    if trains_vocabulary(shape, lora):
+        embedding, head = _with_trained_vocabulary(
+            shape, embedding, head, activation_bytes, copies, optimizer
+        )
     return (embedding, *[layer] * shape.num_layers, head)
 
 
@@ -200,6 +215,54 @@ def _vocabulary_costs(
     )
     embedding = LayerCost(static_bytes=matrix_bytes, per_microbatch_bytes=0)
     return embedding, head
+
+
+def trains_vocabulary(shape: ModelShape, lora: LoraConfig) -> bool:
+    """Tell whether embedding and head are trained: where all layers' weights are."""
+    return lora.full and len(chosen_layers(lora.layers, shape.num_layers)) == shape.num_layers
+
+
+def _with_trained_vocabulary(
+    shape: ModelShape,
+    embedding: LayerCost,
+    head: LayerCost,
+    activation_bytes: int,
+    copies: Copies,
+    optimizer: OptimizerConfig,
+) -> tuple[LayerCost, LayerCost]:
+    """Add what training takes: fp32 values beside 16-bit ones, gradients, optimizer, copies.
+
+    It is counted with the weights. A tied matrix is one on a stage alone; on two, each end has it,
+    and its gradient and update pass through NumPy: values, both gradients, moments and new ones
+    (derived).
+    """
+    matrix = (shape.vocab_size, shape.hidden_size)
+    values = math.prod(matrix)
+    kept = sum(math.prod(slot) for slot in optimizer.slots(_EMBEDDING, matrix).values())
+    own_bytes = _FP32_BYTES * (values * (activation_bytes < _FP32_BYTES) + values + kept)
+    copy_bytes = _FP32_BYTES * (values + kept)
+    neighbours_bytes = copies.neighbours * copy_bytes
+    own_copies_bytes = copies.own * copy_bytes
+    exchange_bytes = 6 * _FP32_BYTES * values * shape.tied_embeddings
+    added_bytes = own_bytes + own_copies_bytes + neighbours_bytes + exchange_bytes
+    alone_bytes = 2 * exchange_bytes + own_bytes * shape.tied_embeddings
+    alone_copies_bytes = 2 * neighbours_bytes + own_copies_bytes * shape.tied_embeddings
+    return (
+        replace(
+            embedding,
+            static_bytes=embedding.static_bytes + added_bytes,
+            copies_bytes=own_copies_bytes + neighbours_bytes,
+        ),
+        replace(
+            head,
+            static_bytes=head.static_bytes + added_bytes,
+            copies_bytes=own_copies_bytes + neighbours_bytes,
+            # The gradient of one chunk's logits at the matrix, before it is added (derived).
+            workspace_bytes=head.workspace_bytes + values * activation_bytes,
+            tied_bytes=head.tied_bytes + alone_bytes + alone_copies_bytes,
+            tied_copies_bytes=head.tied_copies_bytes + alone_copies_bytes,
+        ),
+    )
 
 
 def layer_weight_bytes(shape: ModelShape, value_bytes: int) -> int:
@@ -244,8 +307,11 @@ def decoder_params(shape: ModelShape) -> int:
 def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     """Count a layer's adapters: r (inputs + outputs) per target (Hu et al. 2021, section 4).
 
-    DoRA has one value more per output (Liu et al. 2024, section 4.1).
+    DoRA has one value more per output (Liu et al. 2024, section 4.1). Without an adapter it is
+    the layer itself.
     """
+    if lora.full:
+        return decoder_params(shape)
     num_values = 0
     for target, rank in densest_layer(lora, shape.num_layers).items():
         inputs, outputs = shape.projection(target)
@@ -254,7 +320,7 @@ def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
 
 
 def copied_bytes(shape: ModelShape, lora: LoraConfig, optimizer: OptimizerConfig) -> int:
-    """Give a layer's part of a copy for a rewind: its adapter and what the optimizer keeps of it.
+    """Give a layer's part of a copy for a rewind: what is trained and what the optimizer keeps.
 
     All in fp32. A stage itself has the gradients besides.
     """
@@ -263,6 +329,12 @@ def copied_bytes(shape: ModelShape, lora: LoraConfig, optimizer: OptimizerConfig
         inputs, outputs = shape.projection(target)
         arrays |= {f"{target}.lora_a": (inputs, rank), f"{target}.lora_b": (rank, outputs)}
         arrays |= {f"{target}.dora_m": (outputs,)} if lora.dora else {}
+    if lora.full:  # under their own names: the optimizer's rule goes by these
+        arrays = {
+            f"model.layers.0.{module_path(target)}.weight": shape.projection(target)
+            for target in ALL_TARGETS
+        }
+        arrays |= {f"model.layers.0.{norm}.weight": (shape.hidden_size,) for norm in _NORMS}
     kept = [slot for each in arrays.items() for slot in optimizer.slots(*each).values()]
     return _FP32_BYTES * sum(math.prod(array) for array in (*arrays.values(), *kept))
 
@@ -279,16 +351,20 @@ def activation_bytes_per_token(
     stage (transformers 5.24, sdpa), h=256, f=704, fp32 and bf16, all targets and q, v: equal.
     PEFT keeps an fp32 copy of each adapter's input instead, 1.6 times as much in bf16.
     DoRA keeps each projection's output before it is given its length as well (derived).
+    Where all weights are trained, each reads what an adapter of it reads, and a norm's weight what
+    it multiplies (measured: equal).
     `masked`: attention has a mask of its own, as of packed rows; k and v are then kept once for
     each query head (measured in the same way: equal).
     """
     ranks = densest_layer(lora, shape.num_layers)
+    read = set(ALL_TARGETS) if lora.full else set(ranks)
     h, f = shape.hidden_size, shape.intermediate_size
     values = 2 * shape.attention_size + 3 * f
     values += 2 * (shape.attention_size if masked else shape.kv_size)
-    values += h * (not {"q_proj", "k_proj", "v_proj"}.isdisjoint(ranks))
-    values += h * (not {"gate_proj", "up_proj"}.isdisjoint(ranks))
-    values += f * ("down_proj" in ranks)
+    values += h * (not {"q_proj", "k_proj", "v_proj"}.isdisjoint(read))
+    values += h * (not {"gate_proj", "up_proj"}.isdisjoint(read))
+    values += f * ("down_proj" in read)
+    values += 2 * h * lora.full
     values += lora.dora * sum(shape.projection(target)[1] for target in ranks)
     fp32_values = 2 * h + sum(ranks.values()) + shape.num_heads + 2
     return values * activation_bytes + fp32_values * _FP32_BYTES

@@ -12,7 +12,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from exo_train.config import DTYPES, PIPELINE_SCHEDULES, QUANTIZE_BITS
 from exo_train.errors import ProtocolError
 from exo_train.lora_config import LoraConfig
 from exo_train.objective_config import MAX_BETA, OBJECTIVES, ObjectiveConfig
@@ -21,6 +20,7 @@ from exo_train.peer import Address, NodeId
 from exo_train.plan.fields import Fields, parse_json
 from exo_train.plan.lora_fields import placements_of, read_lora
 from exo_train.plan.stages import StageSpec
+from exo_train.run_options import DTYPES, PIPELINE_SCHEDULES, QUANTIZE_BITS
 
 SCHEMA = 1
 MAX_PLAN_CHARS = 1_000_000

@@ -181,6 +181,9 @@ def _shorter(attempt: Attempt) -> Trials:
 
 
 def _smaller_rank(attempt: Attempt) -> Trials:
+    if attempt.config.full:
+        yield "an adapter instead of --full", _with(attempt, full=False)
+        return
     rank = attempt.config.rank // 2
     while rank >= MIN_RANK:
         yield f"--rank {rank}", _with(attempt, rank=rank)
@@ -196,6 +199,8 @@ def _half_precision(attempt: Attempt) -> Trials:
 
 
 def _four_bit(attempt: Attempt) -> Trials:
+    if attempt.config.full:
+        return
     if attempt.config.quantize != 4 or attempt.config.base_weights == "dense":
         yield "--quantize 4", _with(attempt, quantize=4, base_weights="packed")
 

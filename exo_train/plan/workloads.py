@@ -27,8 +27,13 @@ DENSE_SHARE = 0.25
 
 
 def run_copies(config: TrainConfig) -> Copies:
-    """Give the copies of trained state that a stage keeps, in a ring of several."""
-    return Copies(own=POINTS_KEPT, neighbours=0 if config.shadow == "off" else POINTS_KEPT)
+    """Give the copies of trained state that a stage keeps, in a ring of several.
+
+    Without copies for a neighbour there is the own one that a rewind makes.
+    """
+    if config.copies == "off":
+        return Copies(own=1, neighbours=0)
+    return Copies(own=POINTS_KEPT, neighbours=POINTS_KEPT)
 
 
 def weights_held(

@@ -36,8 +36,8 @@ class RateCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Tokens are those of one epoch; `adapter` says what is
-    trained, in words; `parameters` are all of the model's, tied ones once.
+    """Tokens are those of one epoch; `adapter` says what is trained, in words, also where that is
+    no adapter, whose `rank` is 0 then; `parameters` are all of the model's, tied ones once.
 
     `steps` are all updates of the run, `steps_done` those that a resumed run begins after.
     """
@@ -118,12 +118,22 @@ def beginning_of(
         learning_rate=RateCurve.of(rates),
         packing=config.packing,
         objective=config.objective,
-        adapter=adapter_sentence(spec, config.lora),
-        rank=config.rank,
-        alpha=config.lora.alpha,
+        adapter=adapter_sentence(spec, config.lora) + _without_copies(config),
+        rank=0 if config.full else config.rank,
+        alpha=0.0 if config.full else config.lora.alpha,
         targets=trainable.targets,
         dtype=config.dtype,
         seed=config.seed,
         parameters=trainable.num_model_values,
         trainable_parameters=trainable.num_values,
+    )
+
+
+def _without_copies(config: TrainConfig) -> str:
+    """Say what a loss of a device costs where nobody asked for it to be so."""
+    if config.shadow == config.copies:
+        return ""
+    return (
+        "; of so much state no copies are made: a device that is lost takes the run back to its "
+        "last checkpoint (--shadow makes them)"
     )

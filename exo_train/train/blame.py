@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from exo_train.backends.base import MicrobatchInput, Stage
+from exo_train.backends.full import layer_of
 from exo_train.wire.tensor import DType, HostTensor
 
 MAX_TROUBLE_LETTERS = 300  # it comes from another device
@@ -153,4 +154,6 @@ def name_trouble(
 
 
 def _gradient_at(name: str) -> str:
-    return f"gradient at layer {name.split('.')[2]}'s adapter ({name})"
+    if name.endswith((".weight", ".bias")):
+        return f"gradient of {name}"
+    return f"gradient at layer {layer_of(name)}'s adapter ({name})"

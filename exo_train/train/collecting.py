@@ -59,7 +59,12 @@ def _held_layout(
     for held in rank.holdings:
         # One that reaches outside the model is a lie, and counted for nothing before.
         if held.at == at and 0 <= held.start < held.end <= spec.num_layers:
-            stage = StageSpec(start=held.start, end=held.end, embedding=False, head=False)
+            stage = StageSpec(
+                start=held.start,
+                end=held.end,
+                embedding=held.start == 0,
+                head=held.end == spec.num_layers,
+            )
             layout |= state_layout(spec, lora, optimizer, stage)
     return layout
 

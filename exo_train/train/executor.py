@@ -15,6 +15,7 @@ from exo_train.backends.base import MicrobatchInput, Stage
 from exo_train.backends.preference import PairSums
 from exo_train.plan.schedule import build_schedule
 from exo_train.train.blame import Watch
+from exo_train.train.tied import TiedMatrix, share_gradient
 from exo_train.transport.base import Link, Tag
 from exo_train.wire.tensor import HostTensor
 
@@ -63,6 +64,7 @@ class StageExecutor:
     timeout_s: float
     below: Link | None
     above: Link | None
+    tied: TiedMatrix | None = None  # that the first and the last rank train, both
     has_reference: bool = False  # each microbatch goes up for the base alone first
     capture: bool = False
     on_phase: OnPhase = lambda phase, limit_s=0.0: None
@@ -97,6 +99,16 @@ class StageExecutor:
                 self._forward(step, inputs[action.microbatch])
             else:
                 backwards_ended_s.append(self._backward(step, action.microbatch))
+        if self.tied is not None:
+            self.on_phase(f"step {step}: adding up the tied matrix's gradients", self.timeout_s)
+            share_gradient(
+                self.tied,
+                self.stage,
+                step,
+                below=self.below,
+                above=self.above,
+                timeout_s=self.timeout_s,
+            )
         grad_square_sum = self.stage.grad_square_sum()
         self._watch.after_step(grad_square_sum)
         return StepOutcome(

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from exo_train.backends.base import Arrays, MicrobatchInput, Stage
+from exo_train.backends.full import layer_of
 from exo_train.backends.memory import memory_errors_named
 from exo_train.errors import ConfigError
 from exo_train.plan.stages import StageSpec
@@ -247,5 +248,6 @@ def _num_layers(stage: Stage) -> int:
 
 
 def _layers(stage: Stage) -> list[int]:
-    """Give the decoder layers by their adapters' names, `model.layers.<index>.…`."""
-    return sorted({int(name.split(".")[2]) for name in stage.adapter()})
+    """Give the decoder layers by the names of what is trained, `model.layers.<index>.…`."""
+    layers = {layer_of(name) for name in stage.adapter()}
+    return sorted(layer for layer in layers if layer is not None)

@@ -104,7 +104,7 @@ class Trainer:
         self._on_formed = on_formed  # a ring, whose plan is on the disk
         self._advise = advise
         self._clock_s = clock_s
-        self._shadowing = Shadowing(config.shadow, on_note=watcher.on_note)
+        self._shadowing = Shadowing(config.copies, on_note=watcher.on_note)
         self._at = START
         self._step_s = 0.0  # what a step takes now
         self._since_s: float | None = None  # when the interruption began that is not over yet

@@ -5,6 +5,7 @@ Owns the mapping between control.proto and Python. Must not send anything.
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import itertools
 import math
@@ -19,6 +20,7 @@ from exo_train.errors import ExoTrainError, ProtocolError, error_class
 from exo_train.peer import Address, has_control_characters
 from exo_train.plan.history import StepId
 from exo_train.train.batches import Microbatch
+from exo_train.train.executor import StepOutcome
 from exo_train.wire.pb import control_pb2 as pb
 from exo_train.wire.pb import pairing_pb2
 
@@ -214,3 +216,20 @@ def _array(raw: bytes, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) 
     if len(raw) != expected:
         raise ProtocolError(f"{what}: shape {shape} needs {expected} bytes, got {len(raw)}")
     return np.frombuffer(raw, dtype=dtype).reshape(shape)
+
+
+def to_step_report(request: pb.StepInput, outcome: StepOutcome, peak_bytes: int) -> pb.StepReport:
+    sums = outcome.pair_sums
+    return pb.StepReport(
+        step=request.step,
+        evaluation=request.evaluation,
+        loss_sum=outcome.loss_sum,
+        grad_square_sum=outcome.grad_square_sum,
+        busy_s=outcome.busy_s,
+        step_s=outcome.step_s,
+        sent_bytes=outcome.sent_bytes,
+        peak_memory_bytes=peak_bytes,
+        period_s=outcome.period_s,
+        trouble=outcome.trouble,
+        pairs=pb.PairSums(**dataclasses.asdict(sums)) if sums.num_pairs else None,
+    )

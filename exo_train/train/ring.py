@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from exo_train.backends.base import Arrays
+from exo_train.backends.full import is_on
 from exo_train.errors import DoesNotFitError, ExoTrainError, ProtocolError, TakenOverError
 from exo_train.models.manifest import ModelManifest
 from exo_train.models.spec import ModelSpec
@@ -291,13 +292,13 @@ class Ring:
         self.store(pb.OPTIMIZER, optimizer)
 
     def store(self, kind: pb.StateKind, arrays: Mapping[str, Any]) -> None:
-        """Set one kind of state: each rank gets the arrays of its layers, and those of none."""
+        """Set one kind of state: each rank gets what its stage has, and what is of no stage."""
         for rank in self._talk.ranks:
-            prefixes = tuple(f"model.layers.{layer}." for layer in rank.plan.stage.layers)
+            tied = self._spec is None or self._spec.tied_embeddings
             own = {
                 name: array
                 for name, array in arrays.items()
-                if name.startswith(prefixes) or not name.startswith("model.layers.")
+                if is_on(name, rank.plan.stage, tied=tied)
             }
             for message in to_state_arrays(kind, own):
                 self._talk.tell(rank, state_array=message)

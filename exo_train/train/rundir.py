@@ -54,7 +54,7 @@ class DeviceSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What scripts read after a run; `adapters` are paths relative to the run directory.
+    """What scripts read after a run; `adapters` and `model` are paths from its directory.
 
     `prediction` sets what the plan promised beside what came, or is None without a promise. It
     covers the last ring only: there may have been others, each with a plan. `interruptions` are
@@ -74,6 +74,7 @@ class Summary:
     devices: tuple[DeviceSummary, ...]
     peft_adapter: str | None
     mlx_adapter: str | None
+    model: str | None = None  # where all weights were trained; there are no adapters then
     prediction: dict[str, Any] | None = None
     interruptions: tuple[Interruption, ...] = ()
     best_step: int | None = None  # of the lowest held-out loss
@@ -84,6 +85,8 @@ class Summary:
         """Give plain values under the published keys; NaN and infinities become null."""
         plain = dataclasses.asdict(self)
         adapters = {"peft": plain.pop("peft_adapter"), "mlx": plain.pop("mlx_adapter")}
+        if self.model is not None:
+            adapters = {}
         prediction = plain.pop("prediction")
         interruptions = [finite_or_none(each) for each in plain.pop("interruptions")]
         devices = [
@@ -142,6 +145,10 @@ class RunDir:
     @property
     def adapters(self) -> Path:
         return self.path / "adapters"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)

@@ -13,6 +13,7 @@ from exo_train.models.tensors import TensorSource
 from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.plan import Plan
 from exo_train.plan.stages import StageSpec
+from exo_train.train.tied import CHUNK_BYTES, FLOAT_BYTES
 from exo_train.transport.base import LinkIdentity, LinkLimits, PeerIdentity
 from exo_train.wire.tensor import DType
 
@@ -75,10 +76,13 @@ def load_planned_stage(
 
 
 def link_limits(plan: Plan) -> LinkLimits:
-    """Give the caps of every link of the plan: no boundary tensor is larger than this."""
+    """Give the caps of every link of the plan: nothing that goes over it is larger than this."""
     num_sequences = plan.objective.answers_per_row * plan.microbatch_size
     num_values = num_sequences * plan.max_seq_length * plan.hidden_size
-    return LinkLimits(max_tensor_bytes=num_values * CONFIG_DTYPES[plan.wire_dtype].num_bytes)
+    boundary_bytes = num_values * CONFIG_DTYPES[plan.wire_dtype].num_bytes
+    # A row of a matrix that is wider than a chunk goes alone.
+    chunk_bytes = max(CHUNK_BYTES, FLOAT_BYTES * plan.hidden_size) if plan.lora.full else 0
+    return LinkLimits(max_tensor_bytes=max(boundary_bytes, chunk_bytes))
 
 
 def link_identity(plan: Plan, rank: int, peer_rank: int, token: str) -> LinkIdentity:

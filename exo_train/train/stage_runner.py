@@ -6,19 +6,19 @@ travel, which backend computes or which transport carries tensors: `Surroundings
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import math
 from collections.abc import Callable
 
 from exo_train.backends.base import Arrays, MicrobatchInput, Stage
+from exo_train.backends.lora import adapter_shapes
 from exo_train.errors import ExoTrainError, ProtocolError
 from exo_train.models.manifest import ModelManifest
 from exo_train.peer import NodeId
 from exo_train.plan.history import StepId, shadow_holder
 from exo_train.plan.plan import Plan
-from exo_train.train.executor import OnPhase, StageExecutor, StepOutcome
+from exo_train.train.executor import OnPhase, StageExecutor
 from exo_train.train.messages import (
     StateAssembler,
     from_endpoints,
@@ -28,11 +28,13 @@ from exo_train.train.messages import (
     to_failure,
     to_state_arrays,
     to_step_id,
+    to_step_report,
 )
 from exo_train.train.snapshots import MetricsTail, Snapshot, SnapshotStore
 from exo_train.train.stage_loading import LINK_TIMEOUT_S, LOAD_TIMEOUT_S, StageRecipe
 from exo_train.train.state_copies import BackgroundCopies
 from exo_train.train.surroundings import Surroundings, next_generation
+from exo_train.train.tied import tied_matrix
 from exo_train.wire.pb import control_pb2 as pb
 
 MAX_MICROBATCHES = 1 << 18
@@ -166,10 +168,11 @@ class StageRunner:
         # A stage starts with the state of step 0; that of any other point is sent.
         self._missing = {pb.ADAPTER, pb.OPTIMIZER} if load.committed_step else set()
         fetched_bytes, cached_bytes = self._surroundings.fetched_bytes()
+        trained = adapter_shapes(manifest.spec, plan.ranks[rank].stage, plan.lora)
         self._send(
             loaded=pb.Loaded(
                 plan_hash=plan.hash,
-                num_trainable=sum(array.size for array in self._executor.stage.adapter().values()),
+                num_trainable=sum(map(math.prod, trained.values())),
                 fetched_bytes=fetched_bytes,
                 cached_bytes=cached_bytes,
             )
@@ -188,6 +191,7 @@ class StageRunner:
             timeout_s=load.step_timeout_s,
             below=below,
             above=above,
+            tied=tied_matrix(manifest.spec, plan.lora, len(plan.ranks)),
             has_reference=plan.objective.has_reference,
             capture=load.capture_boundaries,
             on_phase=self._on_phase,
@@ -278,7 +282,7 @@ class StageRunner:
                 )
             outcome = executor.run_step(request.step, inputs, loss_scale=request.loss_scale)
             self._pending_step = request.step
-        self._send(step_report=_report(request, outcome, executor.stage.peak_memory_bytes()))
+        self._send(step_report=to_step_report(request, outcome, executor.stage.peak_memory_bytes()))
         self._on_phase(f"step {request.step}: waiting for the commit")
 
     def _commit(self, commit: pb.Commit) -> None:
@@ -381,20 +385,3 @@ class StageRunner:
                 **body,  # type: ignore[arg-type]
             )
         )
-
-
-def _report(request: pb.StepInput, outcome: StepOutcome, peak_bytes: int) -> pb.StepReport:
-    sums = outcome.pair_sums
-    return pb.StepReport(
-        step=request.step,
-        evaluation=request.evaluation,
-        loss_sum=outcome.loss_sum,
-        grad_square_sum=outcome.grad_square_sum,
-        busy_s=outcome.busy_s,
-        step_s=outcome.step_s,
-        sent_bytes=outcome.sent_bytes,
-        peak_memory_bytes=peak_bytes,
-        period_s=outcome.period_s,
-        trouble=outcome.trouble,
-        pairs=pb.PairSums(**dataclasses.asdict(sums)) if sums.num_pairs else None,
-    )

@@ -212,6 +212,6 @@ def test_while_loading(backend: str, function: str, monkeypatch: pytest.MonkeyPa
     def fail(*arguments: object, **settings: object) -> None:
         run_out()
 
-    monkeypatch.setattr(f"exo_train.backends.{backend}_stage.{function}", fail)
+    monkeypatch.setattr(f"exo_train.backends.{backend}_backend.{function}", fail)
     with pytest.raises(DoesNotFitError, match=r"layers 0\.\.3 ran out .* while loading"):
         load_ring("llama", [backend])

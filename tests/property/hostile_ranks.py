@@ -116,6 +116,8 @@ class Harm:
 class History:
     """A stage whose weights are what was applied to them, layer by layer."""
 
+    take_pair_sums = PairSums  # there are none
+
     def __init__(self, harm: Harm, device: str, plan: Plan, layers: range) -> None:
         self._harm, self._device, self.generation = harm, device, plan.generation
         self.adapters: dict[int, Applied] = dict.fromkeys(layers, ())
@@ -135,9 +137,6 @@ class History:
 
     def grad_square_sum(self) -> float:
         return 1.0
-
-    def take_pair_sums(self) -> PairSums:
-        return PairSums()
 
     def find_bad_gradient(self) -> str:
         return ""
@@ -178,9 +177,7 @@ class History:
     def _taken(self, arrays: Mapping[str, np.ndarray], ending: str) -> dict[int, Applied]:
         self._harm.reach("take", self._device)
         try:
-            return {
-                layer: from_array(arrays[layer_name(layer) + ending]) for layer in self.adapters
-            }
+            return {n: from_array(arrays[layer_name(n) + ending]) for n in self.adapters}
         except KeyError as error:
             raise ProtocolError(f"{self._device}: {error} is missing") from None
 
@@ -198,8 +195,8 @@ class Around(LocalSurroundings):
         return [] if self._store is None else list(self._store._kept.values())
 
     def connect(self, plan: Plan, rank: int, token: str) -> tuple[None, None]:
-        if self.stage is not None:  # it may stay
-            self.stage.generation = plan.generation
+        if self.stage is not None:
+            self.stage.generation = plan.generation  # it may stay
         return None, None
 
     def tensors(self, manifest: ModelManifest, *args: Any, **options: Any) -> Any:
@@ -381,9 +378,8 @@ def no_real_time() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         clock = SimpleNamespace(monotonic=lambda: Harm.current.now_s)
         patch.setattr(conversation, "time", clock)
-        patch.setattr(
-            conversation, "queue", SimpleNamespace(SimpleQueue=_Events, Empty=queue.Empty)
-        )
+        events = SimpleNamespace(SimpleQueue=_Events, Empty=queue.Empty)
+        patch.setattr(conversation, "queue", events)
         patch.setattr(conversation, "POLL_S", LOOK_S)
         patch.setattr(stage_runner, "BackgroundCopies", Copies)
         patch.setattr(stage_runner, "gc", SimpleNamespace(collect=lambda: None))

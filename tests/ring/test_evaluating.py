@@ -173,7 +173,7 @@ def test_run_without_a_step_has_nothing_to_measure(
         (tmp_path / name).write_bytes((run[0] / name).read_bytes())
     error = _refused(tmp_path)
     assert isinstance(error, ConfigError)
-    assert "has no adapter yet" in str(error)
+    assert "has trained nothing yet" in str(error)
 
 
 def test_numbers_that_are_not_finite_are_exit_5(

@@ -76,9 +76,9 @@ CHOSEN: dict[str, tuple[Any, Any]] = {
 BESIDE: dict[str, dict[str, Any]] = {
     "momentum": {"optimizer": "sgd"},
     "beta": {"objective": "orpo"},
+    "muon_momentum": {"optimizer": "muon", "full": True},
+    "muon_rate": {"optimizer": "muon", "full": True},
 }
-NOT_FOR_ADAPTERS = ("muon_momentum", "muon_rate")
-USABLE = [name for name in NAMES if name not in NOT_FOR_ADAPTERS]
 
 
 def _two_values(option: Option) -> tuple[Any, Any]:
@@ -119,8 +119,7 @@ FILE_AND_COMMAND_LINE = {name: _two_values(option) for name, option in OPTIONS.i
 FALSE_AND_MEANT: dict[str, Any] = {
     name: empty
     for name, option in OPTIONS.items()
-    if name not in (*REQUIRED, *NEVER_EMPTY, *NOT_FOR_ADAPTERS)
-    and (empty := _empty_value(option)) is not None
+    if name not in (*REQUIRED, *NEVER_EMPTY) and (empty := _empty_value(option)) is not None
 }
 
 
@@ -296,12 +295,12 @@ def test_values_given_in_code_are_checked_too() -> None:
 
 @pytest.mark.parametrize("source", [0, 1])
 def test_round_trip_through_yaml_and_json(source: int) -> None:
-    values = {name: FILE_AND_COMMAND_LINE[name][source] for name in USABLE}
+    values = {name: FILE_AND_COMMAND_LINE[name][source] for name in NAMES}
     values["val_split"] = 0.0  # val_rows says the same otherwise
     values |= {"objective": "sft", "beta": 0.1}  # pairs go with neither packing nor smoothing
     values |= {"optimizer": "adamw", "momentum": 0.9, "lr_schedule": "linear"}
-    values |= {name: DEFAULTS[name] for name in NOT_FOR_ADAPTERS}
-    values["scale"] = 0.0  # alpha says the same otherwise
+    values |= {name: DEFAULTS[name] for name in ("muon_momentum", "muon_rate")}
+    values |= {"full": False, "scale": 0.0}  # adapters' options; alpha says the same as scale
     config = _from(**values)
     assert config.to_dict() == values
     assert _from(**yaml.safe_load(yaml.safe_dump(config.to_dict()))) == config
@@ -311,7 +310,7 @@ def test_round_trip_through_yaml_and_json(source: int) -> None:
 # Which source wins
 
 
-@pytest.mark.parametrize("name", USABLE)
+@pytest.mark.parametrize("name", NAMES)
 def test_command_line_beats_file_beats_default(name: str, tmp_path: Path) -> None:
     in_file, on_line = FILE_AND_COMMAND_LINE[name]
     file = _write(tmp_path, {**REQUIRED, **BESIDE.get(name, {}), name: in_file})
@@ -386,7 +385,7 @@ def test_empty_file_says_nothing(tmp_path: Path) -> None:
     assert read_options(file, dict(REQUIRED)) == TrainConfig.from_mapping(REQUIRED, source="")
 
 
-@pytest.mark.parametrize("name", USABLE)
+@pytest.mark.parametrize("name", NAMES)
 def test_resumed_run_keeps_what_decides_its_numbers(name: str, tmp_path: Path) -> None:
     stored, asked = FILE_AND_COMMAND_LINE[name]
     RunDir(tmp_path).write_config(_from(**{name: stored, **BESIDE.get(name, {})}).to_dict())

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from exo_train.agent.chosen_options import choose_options
 from exo_train.aliases import RULES, is_flag
 from exo_train.cli.main import app
-from exo_train.config import ALL_TARGETS, OPTIONS, TrainConfig
+from exo_train.config import OPTIONS, TrainConfig
 from exo_train.errors import ConfigError
+from exo_train.lora_config import ALL_TARGETS
 from exo_train.own_names import is_foreign, to_own_names
 from exo_train.train.rundir import RunDir
 
@@ -158,7 +159,7 @@ def test_what_has_a_meaning_here_by_now_is_read() -> None:
     assert _read(resume_adapter_file="out/adapters.safetensors") == {"init_adapter": "out"}
     assert _read(fine_tune_type="dora") == {"dora": True}
     assert not is_flag("fine_tune_type")  # its value is a word
-    assert _read(adapter="qlora", load_in_4bit=True) == {"quantize": 4}
+    assert _read(adapter="qlora", load_in_4bit=True) == {"full": False, "quantize": 4}
     rslora = TrainConfig.from_mapping(
         _read(lora_parameters={"rank": 16, "scale": 20}, use_rslora=True), source=""
     )

@@ -15,6 +15,7 @@ from exo_train.agent.finishing import Finish
 from exo_train.agent.resuming import check_unfinished
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, ExoTrainError, InterruptedRunError
+from exo_train.lora_config import LoraConfig
 from exo_train.train.checkpoint import Checkpoint, save_checkpoint
 from exo_train.train.disk_pause import DiskPause
 from exo_train.train.durable import DiskError
@@ -114,7 +115,8 @@ def test_an_early_end_leaves_the_best_steps_adapter(
     written: list[Checkpoint] = []
     monkeypatch.setattr(Finish, "_write_adapters", lambda finish, found: written.append(found))
     nothing: Any = None
-    summary = Finish(RunDir(tmp_path), nothing, nothing, progress).leave("done")
+    ring: Any = SimpleNamespace(plan=SimpleNamespace(lora=LoraConfig()))
+    summary = Finish(RunDir(tmp_path), ring, nothing, progress).leave("done")
     assert [checkpoint.step for checkpoint in written] == [left]
     assert (summary.steps, summary.saved_step) == (8, left)
     assert (summary.best_step, summary.best_eval_loss) == (4, 1.0)

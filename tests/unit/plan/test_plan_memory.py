@@ -178,3 +178,34 @@ def test_adapters_are_told_from_frozen_weights():
     assert with_adapters.adapter_bytes == with_adapters.static_bytes - without.static_bytes
     assert with_adapters.adapter_bytes == 16 * 41_943_040 // 32
     assert without.adapter_bytes == costs()[-1].adapter_bytes == 0
+
+
+def test_all_weights_cost_their_values_gradients_and_moments():
+    """8B in bf16: 2 bytes to compute with, and 16 in float32, of layers, embedding and head."""
+    full = LoraConfig(full=True)
+    embedding, layer, *_, head = costs(lora=full)
+    assert layer.static_bytes == 18 * 218_112_000
+    assert layer.adapter_bytes == 16 * 218_112_000
+    vocabulary = 128256 * 4096
+    assert embedding.static_bytes == 18 * vocabulary
+    assert head.static_bytes == 18 * vocabulary + 2 * 4096
+    assert head.workspace_bytes - costs()[-1].workspace_bytes == 2 * vocabulary
+    fp32 = costs(lora=full, activation_bytes=4)
+    assert (fp32[0].static_bytes, fp32[1].static_bytes) == (
+        4 * vocabulary + 12 * vocabulary,
+        16 * 218_112_000,
+    )
+    some = costs(lora=LoraConfig(full=True, layers=("last:2",)))
+    assert some[0].static_bytes == 2 * vocabulary
+
+
+def test_a_tied_matrix_is_counted_once_where_one_stage_has_it():
+    def alone(lora):
+        embedding, *_, head = costs(SMALL, lora=lora, copies=Copies(own=1, neighbours=2))
+        return embedding.static_bytes + head.static_bytes - head.tied_bytes
+
+    values = SMALL.vocab_size * SMALL.hidden_size
+    difference = alone(LoraConfig(full=True)) - alone(LORA)
+    layers = 2 * 12 * SMALL.num_layers * (decoder_params(SMALL) - adapter_params(SMALL, LORA))
+    # Its neighbours' copies are none there; the head has those of the layers, which differ too.
+    assert difference + layers == 16 * values + 12 * values

@@ -154,11 +154,14 @@ def test_summary_has_the_published_keys(run):
     assert set(plain) == {
         "schema", "status", "steps", "saved_step", "loss_first", "loss_last", "eval_loss_before",
         "eval_loss_after", "tokens", "tokens_per_s", "devices", "adapters", "prediction",
-        "interruptions", "best_step", "best_eval_loss", "ended_early",
+        "interruptions", "best_step", "best_eval_loss", "ended_early", "model",
     }  # fmt: skip
     assert plain["schema"] == 1
     assert plain["loss_last"] is None
     assert plain["adapters"] == {"peft": "adapters/peft", "mlx": "adapters/mlx"}
+    assert plain["model"] is None
+    whole = make_summary(peft_adapter=None, mlx_adapter=None, model="model").to_dict()
+    assert (whole["adapters"], whole["model"]) == ({}, "model")
     assert plain["devices"] == [
         {
             "name": "küche",
