@@ -21,6 +21,7 @@ from exo_train.cluster.home import Home
 from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError
 from exo_train.models.hub import resolve_config
+from exo_train.models.open import open_model, require_floats
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.device_memory import Processor
 from exo_train.plan.memory import ModelShape
@@ -127,9 +128,21 @@ def read_spec(home: Home, config: TrainConfig) -> ModelSpec:
     )
     spec.validate_max_seq_length(config.max_seq_length)
     spec.validate_quantize(config.quantize)
-    if config.full and spec.quantisation is not None:
-        raise ConfigError("'full' trains the weights themselves, and this model's are quantised")
+    if config.full:
+        _require_floats(Path(config.model), spec)
     return spec
+
+
+def _require_floats(model: Path, spec: ModelSpec) -> None:
+    """Refuse what `train` will; a GGUF says of each tensor by itself how it lies."""
+    if model.is_file():
+        _, source = open_model(model)
+        require_floats(source.infos)
+    if spec.quantisation is not None:
+        raise ConfigError(
+            "'full' trains the weights themselves, and this model's are quantised: leave --full "
+            "out, or give the model in F32, F16 or BF16"
+        )
 
 
 def report_head(spec: ModelSpec, config: TrainConfig, *, dtype: str) -> dict[str, Any]:

@@ -312,6 +312,7 @@ class Trainer:
             held_out.get(progress.step),
         )
         progress.saved_step = progress.step
+        self._shadowing.saved(progress.step)
         self._timer.saved()
 
     def _stop_within(self, what: str) -> NoReturn:
@@ -332,7 +333,7 @@ class Trainer:
         self._write_plan()
         if state:
             self._ring.store_state(state)
-            self._shadowing.begin(self._ring, self._at, state)
+            self._shadowing.begin(self._ring, self._at, state, saved_step=self._at.step)
 
     def _write_plan(self) -> None:
         plan_json = self._ring.plan.to_json()
@@ -380,7 +381,8 @@ class Trainer:
         self._write_plan()
         self.progress.in_new_ring(plan.ranks, Reckoning(done.prediction))
         self._advise = done.advise
-        self._shadowing.begin(self._ring, done.restored.at, done.restored.state)
+        restored, saved = done.restored, self.progress.saved_step
+        self._shadowing.begin(self._ring, restored.at, restored.state, saved_step=saved)
         self.progress.interruptions.append(
             Interruption(
                 step=step, reason=reason, lost=done.lost, joined=done.joined, steps_lost=steps_lost

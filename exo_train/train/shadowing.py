@@ -40,8 +40,11 @@ class Shadowing:
         self._pending: StepId | None = None
         self._told: set[tuple[str, str, str]] = set()  # whose copy does not come to whom, and why
 
-    def begin(self, ring: Ring, at: StepId, state: Arrays) -> None:
-        """Start anew in a ring that was just given the state of `at`; empty: as at the start."""
+    def begin(self, ring: Ring, at: StepId, state: Arrays, *, saved_step: int = -1) -> None:
+        """Start anew in a ring that was just given the state of `at`; empty: as at the start.
+
+        `saved_step` is that of the newest checkpoint, where there is one.
+        """
         self.safe = self._marked = at
         self.held = (at, state) if state else None
         self._pending = None
@@ -49,6 +52,15 @@ class Shadowing:
         if state and self.every and ring.has_shadows:
             ring.mark(at, safe=at)
             self._pending = at
+        self.saved(saved_step)
+
+    def saved(self, step: int) -> None:
+        """Let the state go that the driver holds, if no copies take its place: it is on the disk.
+
+        `step` is that of a checkpoint. Of all weights it is many times the model's size.
+        """
+        if not self.every and self.held is not None and self.held[0].step <= step:
+            self.held = None
 
     def before_commit(self, ring: Ring, *, step_s: float) -> None:
         """Have the copies of the step before in place: no more than one step can be lost then."""

@@ -365,6 +365,8 @@ class StageRunner:
         else:
             stage.load_optimizer_state(arrays)
         self._missing.discard(message.kind)
+        if not self._missing:  # else each rewind would leave a snapshot where no marks come
+            self._store.forget_before(self._committed)
         self._send(state_stored=pb.StateStored(kind=message.kind))
 
     def _loaded(self) -> StageExecutor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from told_ranks import Body, ToldRank
 
@@ -120,3 +121,16 @@ def test_a_copy_of_which_nothing_is_heard_is_told_too(
     copies.train(1, 2)
     (note,) = copies.notes
     assert "of device1's state does not arrive at device0 (it was not there after 1 s)" in note
+
+
+@pytest.mark.parametrize("copies", ["off"], indirect=True)
+def test_without_copies_the_driver_holds_a_state_until_it_is_saved(copies: Copies) -> None:
+    """Of all weights it is large; else a loss would go back to the checkpoint before it."""
+    state = {"model.norm.weight": np.zeros(1, np.float32)}
+    copies.shadowing.begin(copies.ring, point(7), state, saved_step=5)
+    copies.train(8, 9)
+    assert copies.shadowing.held == (point(7), state)
+    copies.shadowing.saved(7)
+    assert copies.shadowing.held is None
+    copies.shadowing.begin(copies.ring, point(10), state, saved_step=10)
+    assert copies.shadowing.held is None

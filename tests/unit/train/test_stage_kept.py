@@ -32,6 +32,10 @@ def test_a_stage_serves_the_next_plan_with_the_state_that_is_sent(talk: Conversa
         talk.give(kind, talk.held(point(1)))
     talk.train(2)
     assert talk.rewind(4) == [point(1), point(2, 3)]
+    talk.load(point(2, 3))
+    for kind in (pb.ADAPTER, pb.OPTIMIZER):
+        talk.give(kind, talk.held(point(2, 3)))
+    assert talk.rewind(5) == [point(2, 3)], "older points go without a mark, too"
     assert float(talk.held(point(2, 3))[NAME][0]) == 1 + 2
 
 
