@@ -31,6 +31,8 @@ from exo_train.alias_values import (
 )
 from exo_train.config import OPTIONS
 
+PAIR_LOSSES = ("loss_type", "pref_loss")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renamed:
@@ -226,7 +228,7 @@ _TABLE: tuple[Rule, ...] = (
     ),
     Renamed(names=("stage", "rl"), option="objective", about="`sft`, `dpo` or `orpo`"),
     Renamed(
-        names=("loss_type", "pref_loss"),
+        names=PAIR_LOSSES,
         option="objective",
         read=read_pair_loss,
         about="`orpo`; of dpo's losses there is `sigmoid`",

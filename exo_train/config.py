@@ -28,7 +28,7 @@ from exo_train.option_rules import (
     check_reports,
     check_scale,
 )
-from exo_train.options import check_ranges, check_used, options_of, read_values
+from exo_train.options import check_ranges, check_used, options_of, read_values, used
 from exo_train.run_options import RunOptions
 
 
@@ -113,6 +113,12 @@ class TrainConfig(RunOptions):
             return cls(**values)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
+
+    @classmethod
+    def from_stored(cls, mapping: Mapping[str, Any], *, source: str) -> TrainConfig:
+        """Build from a run's own file; what had no use in it, as earlier versions took it, goes."""
+        values = read_values(OPTIONS, mapping, source=source)
+        return cls.from_mapping(used(OPTIONS, values), source=source)
 
 
 OPTIONS = options_of(TrainConfig)

@@ -131,6 +131,18 @@ def check_used(values: Any) -> None:
             )
 
 
+def used(known: Mapping[str, Option], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out options that another one's value leaves without a use."""
+
+    def has_use(name: str) -> bool:
+        if (only_with := known[name].about.only_with) is None:
+            return True
+        other, uses = only_with
+        return values.get(other, known[other].default) in uses
+
+    return {name: value for name, value in values.items() if has_use(name)}
+
+
 def read_values(
     known: Mapping[str, Option], mapping: Mapping[str, Any], *, source: str
 ) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from exo_train.alias_values import NotHereError, Values
-from exo_train.aliases import ACCUMULATIONS, NESTED, OWN_VALUES, RULES, Settled
+from exo_train.aliases import ACCUMULATIONS, NESTED, OWN_VALUES, PAIR_LOSSES, RULES, Settled
 from exo_train.config import OPTIONS
 from exo_train.errors import ConfigError
 from exo_train.options import nearest, read_values
@@ -61,7 +61,7 @@ class _Reading:
 
     def read(self, mapping: Mapping[str, Any]) -> OwnNames:
         together: Values = {}
-        for raw_name, value in _flat(mapping):
+        for raw_name, value in _with_one_objective(list(_flat(mapping))):
             name = str(raw_name).replace("-", "_")
             if name == "lr_schedule" and isinstance(value, dict):
                 self._refuse(name, _CURVE)
@@ -70,7 +70,8 @@ class _Reading:
             elif name in ACCUMULATIONS:
                 together[name] = value
             elif name in RULES:
-                if value is not None:  # `null` is how their files say nothing
+                # `null` is how their files say nothing, but for axolotl's `adapter`.
+                if value is not None or name == "adapter":
                     self._read_rule(name, value)
             else:
                 near = nearest(name, known_names())
@@ -155,6 +156,14 @@ def _flat(mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{NESTED}.{inner}", each) for inner, each in value.items())
         else:
             yield name, value
+
+
+def _with_one_objective(said: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Leave out a stage of pairs that another loss is named for: LLaMA-Factory's way to ORPO."""
+    losses = [value for name, value in said if name.replace("-", "_") in PAIR_LOSSES]
+    if "orpo" not in losses:
+        return said
+    return [(name, value) for name, value in said if (name, value) != ("stage", "dpo")]
 
 
 def _shown(value: Any) -> str:

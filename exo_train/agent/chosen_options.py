@@ -68,8 +68,9 @@ def choose_options(
     plain_values(OPTIONS, on_line.values, source=COMMAND_LINE)
     place = COMMAND_LINE if file is None else f"{file} and {COMMAND_LINE}" if given else str(file)
     said = said_over(in_file.values, on_line.values)
-    if said.get("full"):  # even as what is usual: it would have no effect
-        check_no_adapter({name: said[name] for name in NOT_WITH_FULL if name in said}, {})
+    if said.get("full"):  # on the command line even what is usual: it would have no effect
+        typed = {name: v for name, v in on_line.values.items() if name in NOT_WITH_FULL}
+        check_no_adapter(typed, {})
     values = with_adapter(said, source=place)
     config = TrainConfig.from_mapping(values, source=place)
     settled = {name: "--init-adapter" for name in values if name not in said}

@@ -138,7 +138,8 @@ def evaluate(
     else:
         raise ConfigError("--data is missing: a model alone has held no rows out")
     model = Generator(home, run_or_model, backend=options.backend)
-    on_note(f"measuring {len(examples)} rows on {model.device}")
+    num_rows = len(examples) // config.learnt.answers_per_row
+    on_note(f"measuring {num_rows} rows on {model.device}")
     has_adapter = model.adapter_path is not None
     model.use_adapter(False)
     base = _measured(model, examples, config)
@@ -155,7 +156,7 @@ def evaluate(
         model=str(path),
         adapter=model.adapter_path,
         data=data,
-        rows=len(examples) // config.learnt.answers_per_row,
+        rows=num_rows,
         tokens=sum(len(example.tokens) for example in examples),
         supervised_tokens=sum(example.num_supervised_tokens for example in examples),
         max_seq_length=config.max_seq_length,
@@ -180,7 +181,7 @@ def _config(run: Path | None, options: EvaluationOptions) -> TrainConfig:
     config = TrainConfig()
     if run is not None:
         stored = RunDir.open(run).read_config()
-        config = TrainConfig.from_mapping(stored, source=f"{run}/{CONFIG_FILE}")
+        config = TrainConfig.from_stored(stored, source=f"{run}/{CONFIG_FILE}")
         config = with_kept_template(config, run)
         if options.max_seq_length and not options.data:
             raise ConfigError("--max-seq-length is for --data: the run's own rows are cut already")

@@ -46,7 +46,7 @@ def _adapter_of(run: Path) -> tuple[Adapter, str]:
     if folder.is_dir():
         return read_adapter(folder), str(folder)
     opened = RunDir.open(run)
-    config = TrainConfig.from_mapping(opened.read_config(), source=f"{run}/config.yaml")
+    config = TrainConfig.from_stored(opened.read_config(), source=f"{run}/config.yaml")
     if config.full and opened.model.is_dir():
         spec, _ = open_model(opened.model)
         whole = StageSpec(start=0, end=spec.num_layers, embedding=True, head=True)

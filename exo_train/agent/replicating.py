@@ -91,7 +91,8 @@ class Replicator:
         Where that fails it is said with the checkpoint.
         """
         with contextlib.suppress(PeerError):
-            self._to_one(self._first)
+            # It may have been pruned while nobody was there to keep it.
+            self._to_one(self._first if self._first and self._first.is_dir() else None)
 
     def _to_one(
         self, folder: Path | None = None, step: int = 0, keep_steps: Sequence[int] = ()

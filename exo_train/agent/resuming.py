@@ -64,7 +64,7 @@ def resumed_options(run: Path, changes: Mapping[str, Any]) -> TrainConfig:
 
 
 def _stored_options(run: Path) -> TrainConfig:
-    return TrainConfig.from_mapping(RunDir.open(run).read_config(), source=f"{run}/config.yaml")
+    return TrainConfig.from_stored(RunDir.open(run).read_config(), source=f"{run}/config.yaml")
 
 
 def _shown(value: Any) -> str:

@@ -75,7 +75,7 @@ def find_adapter(path: Path, *, num_layers: int | None = None) -> Adapter:
     if not (path / CONFIG_FILE).is_file():
         return read_adapter(path, num_layers=num_layers)
     run = RunDir.open(path)
-    config = TrainConfig.from_mapping(run.read_config(), source=f"{path}/config.yaml")
+    config = TrainConfig.from_stored(run.read_config(), source=f"{path}/config.yaml")
     if config.full:
         raise ConfigError(
             f"{path} trained all weights and has no adapter; name its model instead: "

@@ -37,8 +37,9 @@ def eval_command(
 ) -> None:
     """Measure loss and perplexity of a run's adapter and of its base, on this device alone.
 
-    The loss is that of training: the same masks, a mean over all supervised tokens. Without --data
-    it is about the rows that the run held out.
+    The loss is that of training: the same masks, a mean over all supervised tokens; of preference
+    pairs over the pairs, with rewards in place of perplexity. Without --data it is about the rows
+    that the run held out.
     """
     notes = Console(stderr=True)
     report = evaluate(

@@ -54,7 +54,7 @@ def draw_loss(*, train: Points, held_out: Points) -> bytes:
             label="held out",
         )
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per supervised token)")
+    axes.set_ylabel("loss (nats)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(True, color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

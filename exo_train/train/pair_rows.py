@@ -37,6 +37,12 @@ def _of_texts(row: Mapping[str, Any], where: str) -> PairRow:
             "'chosen' and 'rejected' are texts, so the row needs 'prompt' as well; or write both "
             "as lists of messages that begin alike"
         )
+    for name in ("system", "tools"):
+        if row.get(name):
+            raise DataError(
+                f"'{name}' belongs to a chat, and 'prompt' is a text: write the prompt as a list "
+                f"of messages, or leave '{name}' out"
+            )
     prompt = read_text(row["prompt"], "'prompt'")
     texts = [read_text(row[name], f"'{name}'") for name in ANSWERS]
     for name, text in zip(ANSWERS, texts, strict=True):

@@ -129,8 +129,9 @@ def _check_kind(kind: tuple[str, ...], objective: str) -> None:
     is_pair = kind == ANSWERS
     if is_pair and objective == "sft":
         raise DataError(
-            "the row is a preference pair ('chosen' and 'rejected'), which sft cannot learn; use "
-            "--objective dpo or orpo, or write the answer to learn as 'messages' or 'completion'"
+            "the row is a preference pair ('chosen' and 'rejected'), which sft cannot learn; train "
+            "with --objective dpo or orpo, or write the answer to learn as 'messages' or "
+            "'completion'"
         )
     if not is_pair and objective != "sft":
         raise DataError(

@@ -26,7 +26,8 @@ __all__ = [
 
 MAX_TENSOR_BYTES = 4 << 30
 # Together they bound what waits in one direction. A 1F1B ring with fewer microbatches in flight
-# than twice their sum cannot block itself by sending both ways at once.
+# than twice their sum cannot block itself by sending both ways at once; with DPO, where two
+# tensors of each go up, than one and a half times.
 OUTBOX_TENSORS = 4
 MAILBOX_TENSORS = 8
 NO_ONE = NodeId("")

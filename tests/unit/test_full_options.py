@@ -68,7 +68,7 @@ def test_it_settles_rate_and_copies() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [{"fine_tune_type": "full"}, {"finetuning_type": "full"}, {"adapter": ""}],
+    [{"fine_tune_type": "full"}, {"finetuning_type": "full"}, {"adapter": ""}, {"adapter": None}],
     ids=str,
 )
 def test_other_programs_words_for_it(said: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ def test_a_quantised_model_is_refused_before_anything_is_loaded(tmp_path: Path) 
     _, source = open_model(model)
     with pytest.raises(ConfigError, match=r"is quantised \(GGUF:Q8_0\): leave --full out"):
         require_floats(source.infos)
-    with pytest.raises(ConfigError, match="this model's are quantised"):
+    with pytest.raises(ConfigError, match="is quantised"):
         read_spec(Home(tmp_path / "home"), _from(full=True, model=str(model), max_seq_length=8))
     _, floats = open_model(make_tiny_gguf(tmp_path / "plain.gguf", encoding="F16"))
     require_floats(floats.infos)
@@ -139,3 +139,11 @@ def test_a_run_of_all_weights_is_no_adapter_to_start_from(tmp_path: Path) -> Non
 def test_preferences_are_learnt_by_adapters_only(objective: str) -> None:
     with pytest.raises(ConfigError, match=f"does not go with 'objective' {objective} yet"):
         _from(full=True, objective=objective)
+
+
+def test_what_a_run_of_all_weights_writes_down_can_be_given_again(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(choose_options(None, REQUIRED | {"full": True}).to_yaml(), "utf-8")
+    assert choose_options(file, {}).config.full
+    with pytest.raises(ConfigError, match="--rank"):
+        choose_options(file, {"rank": 8})

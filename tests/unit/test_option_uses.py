@@ -73,3 +73,10 @@ def test_defaults_written_out_are_no_options_of_another_optimizer() -> None:
 def test_muon_is_refused_for_adapters() -> None:
     with pytest.raises(ConfigError, match="'optimizer' muon moves the model's own matrices"):
         _from(optimizer="muon")
+
+
+def test_a_run_of_an_earlier_version_keeps_what_it_needs() -> None:
+    """There an option without a use was taken, and the user cannot change a run's file."""
+    stored = {**TrainConfig().to_dict(), "momentum": 0.5, "lr_schedule": "constant"}
+    config = TrainConfig.from_stored({**stored, "min_lr_ratio": 0.1}, source="config.yaml")
+    assert config == _from(lr_schedule="constant")

@@ -285,6 +285,7 @@ def test_resumed_run_takes_foreign_names_as_its_own(tmp_path: Path) -> None:
             {"objective": "dpo", "beta": 0.2},
         ),
         ({"pref_loss": "orpo"}, {"objective": "orpo"}),
+        ({"stage": "dpo", "pref_loss": "orpo"}, {"objective": "orpo"}),
         ({"stage": "sft"}, {"objective": "sft"}),
         (
             {"objective": "dpo", "beta": 0.2, "loss_type": ["sigmoid"], "reference_free": False},
@@ -303,5 +304,5 @@ def test_what_preference_tuning_has_not_is_refused_with_what_it_has() -> None:
     assert "'objective: orpo'" in _refusal(rpo_alpha=1.0)
     assert "of pairs the prompt is cut" in _refusal(max_prompt_length=100)
     assert "with its adapter off" in _refusal(ref_model="other")
-    said = _refusal(stage="dpo", pref_loss="orpo")
-    assert "'stage' and 'pref_loss' both say 'objective', dpo and orpo" in said
+    said = _refusal(stage="sft", pref_loss="orpo")
+    assert "'stage' and 'pref_loss' both say 'objective', sft and orpo" in said

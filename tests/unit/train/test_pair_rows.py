@@ -107,6 +107,7 @@ def test_what_both_begin_with_is_the_prompt(tmp_path: Path) -> None:
         ({"chosen": [ASK, GOOD], "rejected": [ASK]}, "'rejected' is empty after the prompt"),
         ({"prompt": "Other", **WHOLE}, "'prompt' is none of the messages"),
         ({"chosen": "4", "rejected": "5"}, "so the row needs 'prompt'"),
+        ({**TEXTS, "system": "Be brief."}, "'system' belongs to a chat, and 'prompt' is a text"),
         ({"prompt": "2+2=", "chosen": "4"}, "needs 'rejected' beside 'chosen'"),
         ({"prompt": "2+2=", "rejected": "4"}, "needs 'chosen' beside 'rejected'"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "the first message is the assistant's"),
@@ -130,7 +131,9 @@ def test_bad_pairs_are_refused_with_their_place(
 
 
 def test_pairs_are_none_of_sft_s_rows(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"preference pair .* which sft cannot learn; use --objec"):
+    with pytest.raises(
+        DataError, match=r"preference pair .* which sft cannot learn; train with --o"
+    ):
         read(tmp_path, TEXTS, objective="sft")
     # Where a row has both, each objective takes its own.
     both = {"messages": [ASK, GOOD], **WHOLE}
