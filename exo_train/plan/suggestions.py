@@ -182,12 +182,22 @@ def _shorter(attempt: Attempt) -> Trials:
 
 def _smaller_rank(attempt: Attempt) -> Trials:
     if attempt.config.full:
-        yield "an adapter instead of --full", _with(attempt, full=False)
+        yield _adapter(attempt)
         return
     rank = attempt.config.rank // 2
     while rank >= MIN_RANK:
         yield f"--rank {rank}", _with(attempt, rank=rank)
         rank //= 2
+
+
+def _adapter(attempt: Attempt) -> tuple[str, Attempt]:
+    """Give the run with an adapter; Muon has no rule for one, and no other rule its options."""
+    if attempt.config.optimizer != "muon":
+        return "an adapter instead of --full", _with(attempt, full=False)
+    muons = ("optimizer", "muon_momentum", "muon_rate")
+    usual = {each.name: each.default for each in dataclasses.fields(TrainConfig)}
+    config = {name: usual[name] for name in muons}
+    return "an adapter with adamw instead of --full", _with(attempt, full=False, **config)
 
 
 def _half_precision(attempt: Attempt) -> Trials:

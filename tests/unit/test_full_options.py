@@ -23,7 +23,7 @@ from exo_train.plan.fields import Fields
 from exo_train.plan.lora_fields import read_lora
 from exo_train.plan.plan import _with_floats
 from exo_train.plan.stages import StageSpec
-from exo_train.plan.suggestions import Attempt, suggest
+from exo_train.plan.suggestions import Attempt, refusal, suggest
 from exo_train.train.checkpoint import write_checkpoint
 from exo_train.train.rundir import RunDir
 from tests.tiny_models import make_tiny_gguf, make_tiny_model
@@ -123,6 +123,19 @@ def test_what_would_fit_is_said_without_an_adapters_options() -> None:
     said = [str(each) for each in suggest(attempt, LLAMA_8B)]
     assert any(each.startswith("an adapter instead of --full") for each in said)
     assert not any("--rank" in each or "--quantize" in each for each in said)
+
+
+def test_where_muon_does_not_fit_an_adapter_that_adamw_moves_may() -> None:
+    muon = {"optimizer": "muon", "muon_momentum": 0.9, "muon_rate": "original"}
+    attempt = Attempt(
+        config=_from(full=True, batch_size=1, **muon),
+        usable_bytes=(("den-pc", 16 * 10**9), ("old-pc", 16 * 10**9)),
+        microbatch_size=1,
+        value_bytes=2,
+    )
+    said = refusal(attempt, LLAMA_8B)
+    assert said.startswith("does not fit: needs ")
+    assert "an adapter with adamw instead of --full fits on 2 devices" in said
 
 
 def test_a_run_of_all_weights_is_no_adapter_to_start_from(tmp_path: Path) -> None:
