@@ -26,13 +26,15 @@ def head_loss(
     targets_BT: np.ndarray,
     mask_BT: np.ndarray,
     *,
+    loss_scale: float = 1.0,
     label_smoothing: float = 0.0,
     weight_VD: mx.array | None = None,
 ) -> mx.array:
     """Give the cross-entropy (nats) summed over supervised positions, in float32.
 
-    A head that is trained is its `weight_VD`, and `head` is not used. Needs at least one
-    supervised position. Smoothing s makes a target 1 - s of itself and s of all V alike (Szegedy
+    Its gradients are those of loss * `loss_scale`, which are scaled before they are made: a factor
+    that comes after is too late in fp16. A head that is trained is its `weight_VD`, and `head` is
+    not used. Needs at least one supervised position. Smoothing s makes a target 1 - s of itself and s of all V alike (Szegedy
     et al. 2015, arXiv:1512.00567, section 7).
     """
     hidden_SD, targets_S = _supervised(hidden_BTD, targets_BT, mask_BT)
@@ -41,7 +43,7 @@ def head_loss(
     def logits(hidden_CD: mx.array, *weights: mx.array) -> mx.array:
         return hidden_CD @ weights[0].T if weights else head(hidden_CD)
 
-    loss_and_gradients = _loss_and_gradients(logits, targets_S, label_smoothing)
+    loss_and_gradients = _loss_and_gradients(logits, targets_S, loss_scale, label_smoothing)
     return loss_and_gradients(hidden_SD, *trained)[0]
 
 
@@ -106,16 +108,21 @@ def _parts(num_tokens: int) -> Iterator[slice]:
 
 
 def _loss_and_gradients(
-    logits: Callable[..., mx.array], targets_S: mx.array, label_smoothing: float
+    logits: Callable[..., mx.array],
+    targets_S: mx.array,
+    loss_scale: float,
+    label_smoothing: float,
 ) -> Callable[..., tuple[mx.array, ...]]:
     """Give a function to the loss and, beside it, its own gradients at the inputs and weights."""
 
-    def chunk_loss(targets_C: mx.array, hidden_CD: mx.array, *weights: mx.array) -> mx.array:
+    def scaled_and_loss(
+        targets_C: mx.array, hidden_CD: mx.array, *weights: mx.array
+    ) -> tuple[mx.array, mx.array]:
         logits_CV = logits(hidden_CD, *weights).astype(mx.float32)
         loss: mx.array = nn.losses.cross_entropy(
             logits_CV, targets_C, label_smoothing=label_smoothing, reduction="sum"
         )
-        return loss
+        return loss * loss_scale, loss  # the first is differentiated
 
     @mx.custom_function
     def loss_and_gradients(hidden_SD: mx.array, *weights: mx.array) -> tuple[mx.array, ...]:
@@ -125,7 +132,7 @@ def _loss_and_gradients(
         # Of a single one MLX gives no tuple.
         wanted = list(range(1, 2 + len(weights))) if weights else 1
         for part in _parts(hidden_SD.shape[0]):
-            loss, found = mx.value_and_grad(chunk_loss, argnums=wanted)(
+            (_, loss), found = mx.value_and_grad(scaled_and_loss, argnums=wanted)(
                 targets_S[part], hidden_SD[part], *weights
             )
             grad_CD, *more = found if weights else [found]

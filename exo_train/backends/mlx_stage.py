@@ -151,16 +151,17 @@ class MlxStage:
                     hidden_BTD,
                     targets_BT,
                     mask_BT,
+                    loss_scale=self._loss_scale,
                     label_smoothing=objective.label_smoothing,
                     weight_VD=adapter.get(self._head_name),
                 )
             log_probs_S = differentiable_log_probs(self._head, hidden_BTD, targets_BT, mask_BT)
             found.append(self._pairs.loss(microbatch.index, np.array(log_probs_S), mask_BT))
-            # What has the loss's gradient: each log-probability times the loss's slope at it.
-            slopes_S = found[0].slopes_B[np.nonzero(mask_BT)[0]]
+            # What has the scaled loss's gradient: log-probabilities, each times its slope.
+            slopes_S = self._loss_scale * found[0].slopes_B[np.nonzero(mask_BT)[0]]
             return (mx.array(slopes_S, mx.float32) * log_probs_S).sum()
 
-        loss_sum, input_grad = self._pull_back(loss, microbatch, mx.array(self._loss_scale))
+        loss_sum, input_grad = self._pull_back(loss, microbatch, mx.array(1.0))
         self._loss_sum += found[0].loss_sum if found else float(loss_sum)
         return input_grad
 
