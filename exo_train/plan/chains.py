@@ -221,7 +221,7 @@ def stage_bytes(
     parts = [layer] + [costs.embedding] * (rank == 0) + [head] * (rank == num_ranks - 1)
     fixed = sum(_held_bytes(part, held) for part in parts[1:])
     fixed += _held_bytes(extra, held) + extra.workspace_bytes
-    fixed += max(part.workspace_bytes for part in parts)
+    fixed += max(part.transient_bytes for part in parts)
     fixed -= head.tied_bytes if num_ranks == 1 else 0
     return fixed, _held_bytes(layer, held)
 

@@ -254,7 +254,7 @@ def _checkpointed(layer: LayerCost, input_bytes: int, *, keeps_recomputed: bool)
 
 
 def _in_heap(cost: LayerCost, factor: float) -> LayerCost:
-    """Weights are large and stay, so they leave no holes."""
+    """Weights are large and stay, and what is made to update them is large: no holes are left."""
     return dataclasses.replace(
         cost,
         per_microbatch_bytes=round(factor * cost.per_microbatch_bytes),

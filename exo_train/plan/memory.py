@@ -26,6 +26,9 @@ ADAMW = OptimizerConfig()
 LOGITS_CHUNK_TOKENS = 1024
 # PyTorch makes packed weights dense in blocks of rows of so many values.
 DENSE_BLOCK_VALUES = 1 << 24
+# What is made while a rule moves a trained matrix, in fp32 matrices as large: new values, new state
+# and what is between (measured in PyTorch on CPUs; muon's of one three times as wide as high).
+UPDATE_MATRICES = {"adamw": 6.0, "adafactor": 5.1, "sgd": 4.0, "muon": 7.0}
 
 _FP32_BYTES = 4
 _EMBEDDING, _NORMS = "model.embed_tokens.weight", ("input_layernorm", "post_attention_layernorm")
@@ -115,6 +118,8 @@ class LayerCost:
     `copies_bytes` are the part that is kept for a rewind: the stage's own trained state at earlier
     points, and a neighbour's. `tied_copies_bytes` are the part of `tied_bytes` that is a
     neighbour's: a ring of one has none, so the head has them for all layers.
+    `update_bytes` are there while the optimizer moves the largest matrix: activations are gone, so
+    what counts is the larger of these and the workspace, `transient_bytes`.
     """
 
     static_bytes: int
@@ -125,6 +130,11 @@ class LayerCost:
     computing_bytes: int = 0
     copies_bytes: int = 0
     tied_copies_bytes: int = 0
+    update_bytes: int = 0
+
+    @property
+    def transient_bytes(self) -> int:
+        return max(self.workspace_bytes, self.update_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +194,7 @@ def pseudo_layer_costs(
         + _unpacked_bytes(shape.layer_weights, shape.widest_values, activation_bytes),
         adapter_bytes=adapter_bytes,
         copies_bytes=copies_bytes,
+        update_bytes=lora.full * _update_bytes(optimizer.name, shape.widest_values),
     )
     embedding, head = _vocabulary_costs(shape, n, activation_bytes, tied_copies_bytes)
     if trains_vocabulary(shape, lora):
@@ -233,7 +244,7 @@ def _with_trained_vocabulary(
     """Add what training takes: fp32 values beside 16-bit ones, gradients, optimizer, copies.
 
     It is counted with the weights. A tied matrix is one on a stage alone; on two, each end has it,
-    and its gradient and update pass through NumPy: values, both gradients, moments and new ones
+    and its gradient and update pass through NumPy: values and both gradients, beside the update
     (derived).
     """
     matrix = (shape.vocab_size, shape.hidden_size)
@@ -243,8 +254,9 @@ def _with_trained_vocabulary(
     copy_bytes = _FP32_BYTES * (values + kept)
     neighbours_bytes = copies.neighbours * copy_bytes
     own_copies_bytes = copies.own * copy_bytes
-    exchange_bytes = 6 * _FP32_BYTES * values * shape.tied_embeddings
+    exchange_bytes = 3 * _FP32_BYTES * values * shape.tied_embeddings
     added_bytes = own_bytes + own_copies_bytes + neighbours_bytes + exchange_bytes
+    update_bytes = _update_bytes(optimizer.rule_of(_EMBEDDING, matrix), values)
     alone_bytes = 2 * exchange_bytes + own_bytes * shape.tied_embeddings
     alone_copies_bytes = 2 * neighbours_bytes + own_copies_bytes * shape.tied_embeddings
     return (
@@ -252,17 +264,23 @@ def _with_trained_vocabulary(
             embedding,
             static_bytes=embedding.static_bytes + added_bytes,
             copies_bytes=own_copies_bytes + neighbours_bytes,
+            update_bytes=update_bytes,
         ),
         replace(
             head,
             static_bytes=head.static_bytes + added_bytes,
             copies_bytes=own_copies_bytes + neighbours_bytes,
+            update_bytes=update_bytes,
             # The gradient of one chunk's logits at the matrix, before it is added (derived).
             workspace_bytes=head.workspace_bytes + values * activation_bytes,
             tied_bytes=head.tied_bytes + alone_bytes + alone_copies_bytes,
             tied_copies_bytes=head.tied_copies_bytes + alone_copies_bytes,
         ),
     )
+
+
+def _update_bytes(rule: str, num_values: int) -> int:
+    return _rounded(UPDATE_MATRICES[rule] * _FP32_BYTES * num_values)
 
 
 def layer_weight_bytes(shape: ModelShape, value_bytes: int) -> int:

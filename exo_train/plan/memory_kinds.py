@@ -15,8 +15,8 @@ from exo_train.plan.stages import StageSpec
 class MemoryByKind:
     """The parts of a stage's need; they add up to it.
 
-    A layer's workspace and the logits' chunk are never there together, so only the larger counts
-    and the other is 0. `adapters_bytes` has gradients and the optimizer's state in it,
+    A layer's workspace, an update's and the logits' chunk are never there together, so only the
+    largest counts and the others are 0. `adapters_bytes` has gradients and the optimizer's state in it,
     `copies_bytes` the trained state as it was before, and a neighbour's. `process_bytes` are what
     the process takes before it holds a model.
     """
@@ -57,8 +57,9 @@ def memory_by_kind(costs: StageCosts, stage: StageSpec, *, in_flight: int) -> Me
         copies_bytes -= head.tied_copies_bytes
     logits_bytes = head.workspace_bytes if stage.head else 0
     workspace_bytes = max(
-        (part.workspace_bytes for part in parts[: len(parts) - stage.head]), default=0
+        (part.transient_bytes for part in parts[: len(parts) - stage.head]), default=0
     )
+    workspace_bytes = max(workspace_bytes, head.update_bytes * stage.head)
     if logits_bytes > workspace_bytes:
         workspace_bytes = 0
     else:

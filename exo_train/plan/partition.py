@@ -210,7 +210,7 @@ def _stage_bytes(costs: Sequence[LayerCost], per_stage: LayerCost, depth: int) -
     """
     always = [cost.static_bytes + depth * cost.per_microbatch_bytes for cost in costs]
     sums = np.concatenate([[0.0], np.cumsum(np.array(always, dtype=np.float64))])
-    workspaces = np.array([cost.workspace_bytes for cost in costs], dtype=np.float64)
+    workspaces = np.array([cost.transient_bytes for cost in costs], dtype=np.float64)
     size = len(costs) + 1
     table = np.full((size, size), np.inf)
     extra = per_stage.static_bytes + depth * per_stage.per_microbatch_bytes

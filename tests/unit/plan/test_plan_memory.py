@@ -6,8 +6,11 @@ import dataclasses
 
 import pytest
 
+from exo_train.config import TrainConfig
 from exo_train.lora_config import ALL_TARGETS, LoraConfig
 from exo_train.optimizer_config import OptimizerConfig
+from exo_train.plan.chains import stage_bytes
+from exo_train.plan.device_memory import Processor
 from exo_train.plan.memory import (
     DENSE_BLOCK_VALUES,
     LOGITS_CHUNK_TOKENS,
@@ -20,6 +23,10 @@ from exo_train.plan.memory import (
     decoder_params,
     pseudo_layer_costs,
 )
+from exo_train.plan.memory_kinds import memory_by_kind
+from exo_train.plan.partition import DeviceBudget, partition
+from exo_train.plan.stages import StageSpec
+from exo_train.plan.workloads import run_stage_costs, run_workload
 
 LLAMA_8B = ModelShape(
     num_layers=32,
@@ -197,6 +204,50 @@ def test_all_weights_cost_their_values_gradients_and_moments():
     )
     some = costs(lora=LoraConfig(full=True, layers=("last:2",)))
     assert some[0].static_bytes == 2 * vocabulary
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "of_layer", "of_vocabulary"),
+    [("adamw", 6.0, 6.0), ("adafactor", 5.1, 5.1), ("sgd", 4.0, 4.0), ("muon", 7.0, 6.0)],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_large_matrix_is_moved_in_a_workspace_of_its_own(
+    optimizer, of_layer, of_vocabulary, tied
+):
+    """On one device and on several, instead of the computing one where that is smaller."""
+    rule = OptimizerConfig(name=optimizer)
+    shape = dataclasses.replace(LLAMA_8B, tied_embeddings=tied)
+    embedding, layer, *_, head = costs(shape, lora=LoraConfig(full=True), optimizer=rule)
+    vocabulary_bytes = pytest.approx(of_vocabulary * 4 * 128256 * 4096)
+    assert embedding.transient_bytes == vocabulary_bytes
+    assert head.transient_bytes == vocabulary_bytes
+    assert head.workspace_bytes < head.update_bytes
+    assert layer.transient_bytes == pytest.approx(of_layer * 4 * 14336 * 4096)
+    assert all(cost.update_bytes == 0 for cost in costs(shape))
+
+
+def test_the_update_is_in_what_a_stage_needs():
+    """On a split by memory, by time, and by kind: 6 matrices in fp32, no heap's holes in them."""
+    config = TrainConfig(full=True, max_seq_length=64, batch_size=1)
+    processor = Processor(backend="torch", device="cpu")
+    sizes = {"microbatch_size": 1, "value_bytes": 4}
+    found = run_stage_costs(LLAMA_8B, config, processor, sequence=64, wire_bytes=4, **sizes)
+    update_bytes = 24 * 128256 * 4096
+    assert found.head.update_bytes == update_bytes
+    whole = StageSpec(start=0, end=32, embedding=True, head=True)
+    kinds = memory_by_kind(found, whole, in_flight=1)
+    assert (kinds.workspace_bytes, kinds.logits_bytes) == (update_bytes, 0)
+    workload = run_workload(LLAMA_8B, config, **sizes)
+    before, each = stage_bytes(workload, found, 0, 1)
+    assert before + 32 * each == kinds.total_bytes
+    parts = (found.embedding, *[found.layer] * 32, found.head)
+    (alone,) = partition(
+        parts,
+        [DeviceBudget(name="one", weight=1.0, usable_bytes=10**12)],
+        in_flight=lambda rank, num_ranks: 1,
+        per_stage=found.per_stage,
+    )
+    assert alone.needed_bytes == kinds.total_bytes
 
 
 def test_a_tied_matrix_is_counted_once_where_one_stage_has_it():
