@@ -34,8 +34,8 @@ def head_loss(
 
     Its gradients are those of loss * `loss_scale`, which are scaled before they are made: a factor
     that comes after is too late in fp16. A head that is trained is its `weight_VD`, and `head` is
-    not used. Needs at least one supervised position. Smoothing s makes a target 1 - s of itself and s of all V alike (Szegedy
-    et al. 2015, arXiv:1512.00567, section 7).
+    not used. Needs at least one supervised position. Smoothing s makes a target 1 - s of itself and
+    s of all V alike (Szegedy et al. 2015, arXiv:1512.00567, section 7).
     """
     hidden_SD, targets_S = _supervised(hidden_BTD, targets_BT, mask_BT)
     trained = [] if weight_VD is None else [weight_VD]

@@ -16,9 +16,9 @@ class MemoryByKind:
     """The parts of a stage's need; they add up to it.
 
     A layer's workspace, an update's and the logits' chunk are never there together, so only the
-    largest counts and the others are 0. `adapters_bytes` has gradients and the optimizer's state in it,
-    `copies_bytes` the trained state as it was before, and a neighbour's. `process_bytes` are what
-    the process takes before it holds a model.
+    largest counts and the others are 0. `adapters_bytes` has gradients and the optimizer's state in
+    it, `copies_bytes` the trained state as it was before, and a neighbour's. `process_bytes` are
+    what the process takes before it holds a model.
     """
 
     weights_bytes: int
