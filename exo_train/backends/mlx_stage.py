@@ -204,10 +204,10 @@ class MlxStage:
         return self._pairs.take_sums()
 
     def grad_square_sum(self) -> float:
-        counted = dict(self._gradients)
-        if not self._stage.embedding:
-            counted.pop(EMBEDDING, None)  # a tied matrix counts on the first stage
         with self._on_device("adding up its gradients"):
+            counted = dict(self._gradients)
+            if not self._stage.embedding:
+                counted.pop(EMBEDDING, None)  # a tied matrix counts on the first stage
             return sum(float(mx.square(gradient).sum()) for gradient in counted.values())
 
     def find_bad_activation(self, microbatch: MicrobatchInput, *, evaluation: bool = False) -> str:
