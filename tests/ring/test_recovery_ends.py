@@ -50,7 +50,7 @@ def test_a_device_that_cannot_load_its_part_is_set_aside_with_its_words(
 
     monkeypatch.setattr(LocalSurroundings, "load_stage", refuse)
     fault = f"kill@phase=backward,step=3,once={tmp_path}"
-    household = household_of(tiny_model, ["torch", "torch", "torch"], faults={"device2": fault})
+    household = household_of(tiny_model, ["torch", "torch", "torch"], faults={"device1": fault})
     disturbed = run_in(household, tmp_path / "run", CONFIG)
     assert disturbed.losses == pytest.approx(undisturbed.losses, rel=1e-5)
     assert "device1" not in [rank.name for rank in disturbed.plan.ranks]
@@ -63,20 +63,23 @@ def test_a_device_that_had_less_memory_twice_is_not_blamed_for_ever(
     """Other programs took it, perhaps for a moment: the run goes on with who has room."""
     load = LocalSurroundings.load_stage
 
+    refused = []
+
     def refuse(self: Any, plan: Plan, rank: int, *rest: Any) -> Any:
         if plan.generation > 1 and plan.ranks[rank].name == "device1":
+            refused.append(plan.generation)
             raise DoesNotFitError("device1 has 0.1 GB free now")
         return load(self, plan, rank, *rest)
 
     monkeypatch.setattr(LocalSurroundings, "load_stage", refuse)
     faults = {
-        "device0": ";".join(
-            f"kill@phase=backward,step={step},once={tmp_path / str(step)}" for step in (2, 4)
-        )
+        device: f"kill@phase=backward,step={step},once={tmp_path / device}"
+        for device, step in (("device1", 2), ("device0", 4))
     }
-    for step in (2, 4):
-        (tmp_path / str(step)).mkdir()
+    for device in faults:
+        (tmp_path / device).mkdir()
     household = household_of(tiny_model, ["torch", "torch"], faults=faults)
     disturbed = run_in(household, tmp_path / "run", CONFIG)
     assert disturbed.progress.step == CONFIG.steps
+    assert len(refused) > 1
     assert not any("set aside" in note for note in household.notes)
