@@ -121,12 +121,12 @@ def check_ranges(values: Any) -> None:
 def check_used(values: Any) -> None:
     """Refuse an option that was changed and that another one's value leaves without a use."""
     for field in dataclasses.fields(values):
-        if field.metadata[_KEY].only_with is None or getattr(values, field.name) == field.default:
-            continue
-        other, uses = field.metadata[_KEY].only_with
-        if (value := getattr(values, other)) not in uses:
+        about = field.metadata[_KEY]
+        is_changed = getattr(values, field.name) != field.default
+        if is_changed and not _has_use(about, lambda other: getattr(values, other)):
+            other, uses = about.only_with
             raise ConfigError(
-                f"'{field.name}' does nothing with '{other}' {value}, only with "
+                f"'{field.name}' does nothing with '{other}' {getattr(values, other)}, only with "
                 f"{' or '.join(uses)}; leave one of them out"
             )
 
@@ -134,13 +134,14 @@ def check_used(values: Any) -> None:
 def used(known: Mapping[str, Option], values: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out options that another one's value leaves without a use."""
 
-    def has_use(name: str) -> bool:
-        if (only_with := known[name].about.only_with) is None:
-            return True
-        other, uses = only_with
-        return values.get(other, known[other].default) in uses
+    def value_of(other: str) -> Any:
+        return values.get(other, known[other].default)
 
-    return {name: value for name, value in values.items() if has_use(name)}
+    return {n: value for n, value in values.items() if _has_use(known[n].about, value_of)}
+
+
+def _has_use(about: About, value_of: Callable[[str], Any]) -> bool:
+    return about.only_with is None or value_of(about.only_with[0]) in about.only_with[1]
 
 
 def read_values(

@@ -106,9 +106,8 @@ class Generator:
                 ),
             ),
         )
-        self._base = (
-            self._stage.adapter()
-        )  # as it starts: an adapter that does nothing, or the base
+        # As it starts: an adapter that does nothing, or the base.
+        self._base = self._stage.adapter()
         self._tuned = adapter.arrays if adapter else None
         self.use_adapter(adapter is not None)
         # As the run was trained; a bare model has no run directory, and its own template.

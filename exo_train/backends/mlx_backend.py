@@ -1,4 +1,4 @@
-"""From a model's files to a stage in MLX: what of it is trained, and generating with it.
+"""From a model's files to a stage in MLX: what of it is trained.
 
 Owns no arrays: `mlx_stage` has them.
 """
@@ -9,10 +9,7 @@ import mlx.core as mx
 
 from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.full import head_name, shared_weights, weight_shapes
-from exo_train.backends.lora import (
-    initial_adapter,
-    stage_placements,
-)
+from exo_train.backends.lora import initial_adapter, stage_placements
 from exo_train.backends.memory import memory_errors_named
 from exo_train.backends.mlx_full import weight_places
 from exo_train.backends.mlx_lora import Adapter, Slot, attach, magnitudes

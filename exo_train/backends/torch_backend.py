@@ -1,4 +1,4 @@
-"""From a model's files to a stage in PyTorch: what of it is trained, and generating with it.
+"""From a model's files to a stage in PyTorch: what of it is trained.
 
 Owns no arrays: `torch_stage` has them.
 """
@@ -9,10 +9,7 @@ import torch
 
 from exo_train.backends.base import Stage, StageOptions
 from exo_train.backends.full import head_name, shared_weights, weight_shapes
-from exo_train.backends.lora import (
-    initial_adapter,
-    stage_placements,
-)
+from exo_train.backends.lora import initial_adapter, stage_placements
 from exo_train.backends.memory import memory_errors_named
 from exo_train.backends.torch_full import train_weights
 from exo_train.backends.torch_lora import DropoutSlot, attach, magnitudes
