@@ -205,6 +205,11 @@ def _pattern_of(values: Mapping[tuple[int, str], _T], default: _T) -> Pattern[_T
     return tuple(pattern)
 
 
+def trains_ends(lora: LoraConfig, num_layers: int) -> bool:
+    """Tell whether embedding, final norm and head are trained: where all layers' weights are."""
+    return lora.full and len(chosen_layers(lora.layers, num_layers)) == num_layers
+
+
 def chosen_layers(words: Sequence[str], num_layers: int) -> list[int]:
     """Read `all` (or -1), `last:8`, `0-3` and `7` as layer numbers, in order."""
     chosen: set[int] = set()

@@ -6,19 +6,14 @@ Embedding, final norm and head are trained when all layers are. Must not import 
 
 from __future__ import annotations
 
-from exo_train.lora_config import LoraConfig, chosen_layers
+from exo_train.lora_config import LoraConfig, chosen_layers, trains_ends
 from exo_train.models.spec import EMBEDDING, LM_HEAD, ModelSpec, Shapes
 from exo_train.plan.stages import StageSpec
 
 
-def trains_ends(spec: ModelSpec, lora: LoraConfig) -> bool:
-    """Tell whether embedding, final norm and head are trained, too."""
-    return lora.full and len(chosen_layers(lora.layers, spec.num_layers)) == spec.num_layers
-
-
 def weight_shapes(spec: ModelSpec, stage: StageSpec, lora: LoraConfig) -> Shapes:
     """Give the weights trained on a stage; a tied matrix is on both the first and the last one."""
-    ends = trains_ends(spec, lora)
+    ends = trains_ends(lora, spec.num_layers)
     chosen = set(chosen_layers(lora.layers, spec.num_layers))
     shapes = spec.tensor_shapes(
         start=stage.start,
@@ -56,4 +51,8 @@ def head_name(spec: ModelSpec) -> str:
 def shared_weights(spec: ModelSpec, stage: StageSpec, lora: LoraConfig) -> tuple[str, ...]:
     """Name what another stage trains as well: the tied matrix, where its ends lie apart."""
     is_end = stage.embedding != stage.head
-    return (EMBEDDING,) if is_end and spec.tied_embeddings and trains_ends(spec, lora) else ()
+    return (
+        (EMBEDDING,)
+        if is_end and spec.tied_embeddings and trains_ends(lora, spec.num_layers)
+        else ()
+    )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exo_train.backends.base import Arrays, MicrobatchInput
-from exo_train.backends.full import trains_ends, weight_shapes
+from exo_train.backends.full import weight_shapes
 from exo_train.backends.packed_rows import row_places
 from exo_train.errors import ConfigError
 from exo_train.lora_config import (
@@ -27,6 +27,7 @@ from exo_train.lora_config import (
     densest_layer,
     layer_words,
     placements,
+    trains_ends,
 )
 from exo_train.models.spec import ModelSpec
 from exo_train.plan.stages import StageSpec
@@ -149,7 +150,7 @@ def adapter_sentence(spec: ModelSpec, lora: LoraConfig) -> str:
         f"({found.percent:.3g} %)"
     )
     if lora.full:
-        ends = ", embedding and head" if trains_ends(spec, lora) else ""
+        ends = ", embedding and head" if trains_ends(lora, spec.num_layers) else ""
         return f"all weights of {layers}{ends}: {values}"
     kind = "DoRA" if lora.dora else "rank-stabilised LoRA" if lora.rslora else "LoRA"
     ranks = sorted({placement.rank for placement in placements(lora, spec.num_layers)})

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from exo_train.lora_config import LoraConfig
+from exo_train.lora_config import LoraConfig, trains_ends
 from exo_train.optimizer_config import OptimizerConfig
 from exo_train.plan.block_times import BlockMemory
 from exo_train.plan.memory import (
@@ -23,7 +23,6 @@ from exo_train.plan.memory import (
     ModelShape,
     boundary_cost,
     pseudo_layer_costs,
-    trains_vocabulary,
 )
 from exo_train.plan.profiles import StageCosts
 
@@ -139,7 +138,7 @@ def stage_costs(
     if backend == "mlx":
         layer = _mlx_layer(layer, scores * tokens * sequence, memory)
         head = _mlx_head(head, shape, value_bytes, on_cpu=not is_gpu(backend, device))
-        if trains_vocabulary(shape, lora):
+        if trains_ends(lora, shape.num_layers):
             # The head's gradient in fp32: of a chunk, of all before, and scaled (derived).
             matrix_bytes = 3 * FP32_BYTES * shape.vocab_size * shape.hidden_size
             head = dataclasses.replace(head, workspace_bytes=head.workspace_bytes + matrix_bytes)

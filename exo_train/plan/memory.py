@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from exo_train.lora_config import (
     ALL_TARGETS,
     LoraConfig,
-    chosen_layers,
     densest_layer,
     module_path,
+    trains_ends,
 )
 from exo_train.optimizer_config import OptimizerConfig
 
@@ -197,7 +197,7 @@ def pseudo_layer_costs(
         update_bytes=lora.full * _update_bytes(optimizer.name, shape.widest_values),
     )
     embedding, head = _vocabulary_costs(shape, n, activation_bytes, tied_copies_bytes)
-    if trains_vocabulary(shape, lora):
+    if trains_ends(lora, shape.num_layers):
         embedding, head = _with_trained_vocabulary(
             shape, embedding, head, activation_bytes, copies, optimizer
         )
@@ -226,11 +226,6 @@ def _vocabulary_costs(
     )
     embedding = LayerCost(static_bytes=matrix_bytes, per_microbatch_bytes=0)
     return embedding, head
-
-
-def trains_vocabulary(shape: ModelShape, lora: LoraConfig) -> bool:
-    """Tell whether embedding and head are trained: where all layers' weights are."""
-    return lora.full and len(chosen_layers(lora.layers, shape.num_layers)) == shape.num_layers
 
 
 def _with_trained_vocabulary(

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from exo_train.backends.base import Stage
-from exo_train.backends.full import trains_ends
 from exo_train.errors import ProtocolError
-from exo_train.lora_config import LoraConfig
+from exo_train.lora_config import LoraConfig, trains_ends
 from exo_train.models.spec import EMBEDDING, ModelSpec
 from exo_train.transport.base import OUTBOX_TENSORS, Link, Tag
 from exo_train.wire.tensor import DType, HostTensor
@@ -45,7 +44,7 @@ class TiedMatrix:
 
 def tied_matrix(spec: ModelSpec, lora: LoraConfig, num_ranks: int) -> TiedMatrix | None:
     """Give what the first and the last of several ranks both train; None: nothing."""
-    if num_ranks == 1 or not (spec.tied_embeddings and trains_ends(spec, lora)):
+    if num_ranks == 1 or not (spec.tied_embeddings and trains_ends(lora, spec.num_layers)):
         return None
     return TiedMatrix(name=EMBEDDING, shape=(spec.vocab_size, spec.hidden_size))
 
